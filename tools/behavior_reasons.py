@@ -19,7 +19,7 @@ RENAMED: dict[str, str] = {
     "TOLD_AT": "FIRED_AT",
     "TOLD_AT_EVALUATION": "FIRED_AT_EVALUATION",
     "TOLD_FROM": "FIRED_AT",
-    "TOLD": "HOST_EVENTS",
+    "TOLD": "FIRED_AT",
 }
 """Maps the old name of a field, metric, option or public name to the new one."""
 
@@ -62,6 +62,9 @@ OLD_NAMES = {
     r"callsheet/TimeUnit": "The public face is small: `Time` and `Interval` take units as strings. `TimeUnit` is in `callsheet.core.time`.",
     r"callsheet\.metrics/": "The public module has `MetricLog` alone; the module that defines it is `callsheet.run.metrics`.",
     r"callsheet\.bridges\.bare/": "The public module has `attach` alone; its parts are in modules of their own.",
+    r"callsheet\.bridges\.(composer|instructlab)/EVENT_MAP": (
+        "Composer's was a second name of `COMPOSER_EVENTS` in `callsheet.bridges.composer.names`; InstructLab's table is `FIRED_AT`."
+    ),
     r"in docs/callsheet/": "The old docs imported an error from `callsheet`; it is in `callsheet.errors`.",
     r"in docs/callsheet\.recipes\.": "Data, models and tasks of recipes are in subfolders. The name is imported from `callsheet.recipes`, as before.",
 }

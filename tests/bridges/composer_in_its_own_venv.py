@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from callsheet import Callback, CallbackManager, Context, Trainer
-from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest, host
+from callsheet.bridges.composer import NOT_FIRED, guest, host
+from callsheet.bridges.composer.names import COMPOSER_EVENTS
 from callsheet.bridges.composer.names import Event as OurEvent
 from callsheet.bridges.matrix import Cell
 from callsheet.callbacks import EMA, CheckpointSaver, EarlyStopper, History, LRMonitor, NaNMonitor, OptimizerMonitor, SpeedMonitor
@@ -238,7 +239,7 @@ def test_a_version_of_composer_without_an_event_is_rejected(event: str, monkeypa
 
 def test_our_copy_of_the_forty_events_has_composer_s_order() -> None:
     assert [event.value for event in OurEvent] == [event.value for event in composer.Event]
-    assert {theirs for several in EVENT_MAP.values() for theirs in several} == {event.value for event in composer.Event}
+    assert {theirs for several in COMPOSER_EVENTS.values() for theirs in several} == {event.value for event in composer.Event}
     for ours, theirs in zip(OurEvent, composer.Event, strict=True):
         assert (ours.is_before_event, ours.is_after_event) == (theirs.is_before_event, theirs.is_after_event), ours
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from callsheet import Callback as OurCallback
 from callsheet import Context, Trainer
-from callsheet.bridges.composer import EVENT_MAP, NOT_FIRED, guest
-from callsheet.bridges.composer.names import Callback, Event
+from callsheet.bridges.composer import NOT_FIRED, guest
+from callsheet.bridges.composer.names import COMPOSER_EVENTS, Callback, Event
 from callsheet.callbacks import CheckpointSaver
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import NotSupported, RegistrationError
@@ -61,9 +61,9 @@ def test_with_the_real_composer() -> None:
 
 
 def test_the_map_names_existing_events() -> None:
-    assert set(EVENT_MAP) <= set(EVENTS)
+    assert set(COMPOSER_EVENTS) <= set(EVENTS)
     assert set(NOT_FIRED) <= set(EVENTS)
-    assert {theirs for several in EVENT_MAP.values() for theirs in several} == set(Event)
+    assert {theirs for several in COMPOSER_EVENTS.values() for theirs in several} == set(Event)
 
 
 def test_a_guest_needs_no_base_class(tmp_path: Path) -> None:

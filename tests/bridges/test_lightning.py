@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from callsheet import Callback, Context
-from callsheet.bridges.lightning import FIRED_AT, host
+from callsheet.bridges.lightning import host
 from callsheet.callbacks import (
     EMA,
     CheckpointSaver,
@@ -34,7 +34,6 @@ from callsheet.callbacks import (
     OptimizerMonitor,
     SpeedMonitor,
 )
-from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import NotSupported
 from callsheet.loggers import JSONLLogger, read_metrics
 from callsheet.testing import Recorder, check_events, run_ranks
@@ -536,11 +535,6 @@ def test_the_host_works_in_the_trainer_of_pytorch_lightning(tmp_path: Path) -> N
     trainer.fit(PytorchLightningModule(), POINTS.batches())
     check_events(recorder.events)
     assert recorder.events.count("on_forward_end") == 12
-
-
-def test_the_map_names_existing_events_and_lightning_hooks() -> None:
-    assert FIRED_AT.keys() <= set(EVENTS)
-    assert all(callable(getattr(LightningCallback, hook)) for hook in FIRED_AT.values())
 
 
 class OneRankStops(Callback):

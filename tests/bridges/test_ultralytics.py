@@ -18,7 +18,7 @@ PYTHON = ROOT / ".venv-ultralytics" / ("Scripts" if sys.platform == "win32" else
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-ultralytics: python tools/ultralytics_venv.py makes it")
 def test_with_the_real_ultralytics() -> None:
     """Run `ultralytics_in_its_own_venv.py`, and the tests in other files that cover Ultralytics."""
-    others = ("test_matrix.py", "test_alone.py", "test_copies.py")
+    others = ("test_matrix.py", "test_alone.py", "test_copies.py", "test_fired_at.py")
     files = [f"tests/bridges/{name}" for name in ("ultralytics_in_its_own_venv.py", *others)]
     which = [] if os.environ.get("CALLSHEET_MATRIX") else ["-m", "not slow"]
     options = ["-o", "addopts=--strict-markers", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "ultralytics", *which]

@@ -29,6 +29,7 @@ def train(
     epochs: int = 2,
     steps_an_epoch: int = 6,
     evaluate: bool = True,
+    gradient_accumulation_steps: int = 1,
 ) -> nn.Module:
     """See `job.TrainFunction`. The model receives dictionaries and computes its own loss, as models of transformers do."""
     model = with_loss(job)
@@ -40,6 +41,7 @@ def train(
         num_train_epochs=epochs,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         train_sampling_strategy="sequential",
         max_grad_norm=0.0,
         logging_steps=job.log_every,

@@ -44,9 +44,9 @@ def train(
     if isinstance(callbacks, str):
         assert callbacks == EMPTY
         for event in FIRED_AT:
-            trainer.add_event_handler(event, does_nothing)
+            trainer.add_event_handler(Events(event), does_nothing)
         for event in FIRED_AT_EVALUATION:
-            evaluator.add_event_handler(event, does_nothing)
+            evaluator.add_event_handler(Events(event), does_nothing)
     elif callbacks is not None:
         hosted = host(
             callbacks,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from callsheet.bridges.megatron_bridge import HOST_EVENTS, host
+from callsheet.bridges.megatron_bridge import FIRED_AT, host
 from callsheet.bridges.megatron_bridge import names as megatron_bridge_names
 
 from .job import EMPTY, Given, Job
@@ -240,7 +240,7 @@ class Loop:
 
 def empty(names: ModuleType) -> Any:
     """Return a callback of that interface with the hooks of the host, which do nothing."""
-    received = set(HOST_EVENTS) - {"on_data_init_start"}
+    received = set(FIRED_AT) - {"on_data_init_start"}
     return type("Empty", (names.Callback,), {event: (lambda self, context: None) for event in received})()
 
 

@@ -3,8 +3,8 @@
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
-    from callsheet.bridges.automodel.events import HOST_EVENTS, NOT_FIRED
+    from callsheet.bridges.automodel.events import FIRED_AT, NOT_FIRED
     from callsheet.bridges.automodel.guests import EVENTS, AutoModelGuest, guest
     from callsheet.bridges.automodel.hosts import AutoModelHost, host
 
-__all__ = ["EVENTS", "HOST_EVENTS", "NOT_FIRED", "AutoModelGuest", "AutoModelHost", "guest", "host"]
+__all__ = ["EVENTS", "FIRED_AT", "NOT_FIRED", "AutoModelGuest", "AutoModelHost", "guest", "host"]

@@ -192,13 +192,13 @@ class IgniteHost(HostBase):
             raise ConfigError("preempt_signals= needs a handler that writes the checkpoint: attach(trainer, checkpoint=...)")
         self._trainer = trainer
         for event in FIRED_AT:
-            trainer.add_event_handler(event, getattr(self, f"_{event.value}"))
+            trainer.add_event_handler(Events(event), getattr(self, f"_{event}"))
         # Move the host's handler to the front: if a handler raises the exception again, Ignite calls no further handler.
         handlers = trainer._event_handlers[Events.EXCEPTION_RAISED]
         handlers.insert(0, handlers.pop())
         for name, evaluator in self._evaluators.items():
             for event in FIRED_AT_EVALUATION:
-                evaluator.add_event_handler(event, getattr(self, f"_evaluation_{event.value}"), name)
+                evaluator.add_event_handler(Events(event), getattr(self, f"_evaluation_{event}"), name)
         if checkpoint is not None:
             self._saves = Saves(checkpoint)
             self._saves.report((trainer, *self._evaluators.values()), self._saved)

@@ -7,8 +7,8 @@ supports no requests.
 from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
-    from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
+    from callsheet.bridges.megatron_bridge.events import FIRED_AT, NOT_FIRED
     from callsheet.bridges.megatron_bridge.guests import GUEST_EVENTS, NEVER, guest
     from callsheet.bridges.megatron_bridge.hosts import MegatronBridgeHost, host
 
-__all__ = ["GUEST_EVENTS", "HOST_EVENTS", "NEVER", "NOT_FIRED", "MegatronBridgeHost", "guest", "host"]
+__all__ = ["FIRED_AT", "GUEST_EVENTS", "NEVER", "NOT_FIRED", "MegatronBridgeHost", "guest", "host"]

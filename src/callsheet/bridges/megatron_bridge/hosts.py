@@ -22,7 +22,7 @@ from callsheet.bridges.count_check import Counts
 from callsheet.bridges.host_base import Callbacks, HostBase, in_a_run, observing
 from callsheet.bridges.host_states import own_state, write_states
 from callsheet.bridges.hosted_run import HostedRun
-from callsheet.bridges.megatron_bridge.events import HOST_EVENTS, NOT_FIRED
+from callsheet.bridges.megatron_bridge.events import FIRED_AT, NOT_FIRED
 from callsheet.bridges.megatron_bridge.guests import MODULE
 from callsheet.bridges.megatron_bridge.hooks import MegatronForwardHooks, torch_optimizers
 from callsheet.bridges.megatron_bridge.internals import PACKAGE
@@ -406,7 +406,7 @@ def _not_fired() -> tuple[str, ...]:
     package = sys.modules.get(MODULE)
     if package is None or "on_checkpoint_save" in package.VALID_EVENTS:
         return NOT_FIRED
-    return (*NOT_FIRED, *HOST_EVENTS["on_checkpoint_save"])
+    return (*NOT_FIRED, *FIRED_AT["on_checkpoint_save"])
 
 
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "Float16Module"})
