@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ HOST = "this script"
 """The name of the observed loop in messages, in place of a framework's name."""
 REGULAR_STEPS = 20
 """After this number of regular steps (one new batch and one model call per loss), the first loss of a step marks its start."""
-_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 _NEVER_FIRED = tuple(event for event in EVENTS if event.startswith(("on_test", "on_predict", "on_checkpoint_due", "on_preempt")))
 """Events that are never fired, because nothing that a hand-written loop does corresponds to them."""
 
@@ -154,7 +152,7 @@ class BareLoop:
         if has_closure:
             self._open_step()
         else:
-            self.begin_microbatch()
+            self.begin_microbatch((), {})
             if any(counts):
                 run.counted = self.batches.on_all_ranks(counts)
             if run.driver.listens_to("microbatch"):
@@ -165,21 +163,6 @@ class BareLoop:
                 run.driver.end("backward")
             self._is_in_microbatch = False
             self.watch.total = loss
-
-    def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
-        """Keep a batch that the script fetched from `loader` before the first step ended: the second step may use this batch.
-
-        `is_same_iteration`: whether this batch comes from the same iteration over the dataloader as the batch of the first step.
-        """
-        batches = self.batches
-        if self.guard.is_over:
-            return
-        if not batches.come_from(loader):
-            batches.add_other(loader, batch)
-            return
-        if not is_same_iteration:
-            batches.begin()
-        batches.add(batch)
 
     def discard(self) -> None:
         """Remove all hooks before the run begins, because a callback cannot work in this loop."""
@@ -207,19 +190,7 @@ class BareLoop:
         finally:
             self.guard.release()
 
-    # --- what the hooks report ---
-
-    @property
-    def step(self) -> DrivenSpan:
-        """The span `train_step`, which is open during each training step."""
-        if self.unreported.counts is not None:
-            self.unreported.report()
-        return self._step
-
-    @property
-    def steps(self) -> int:
-        """The number of training steps that have ended."""
-        return self.run.state.timestamp.batch
+    # --- batches ---
 
     def fetch(self, fetches: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetch the next training batch with `fetches(iterator)`, and fire the events of the span `fetch`. Errors of `fetches` are raised."""
@@ -251,163 +222,6 @@ class BareLoop:
                 self.guard.call(self.run.driver.end, "fetch")
         return batch
 
-    def is_of_training(self, loader: Any) -> bool:
-        """Return whether a batch that is fetched from `loader` now is for training, and not for an evaluation or another loop."""
-        if get_ident() != self.guard.thread_id or self.evaluations.dataset or not self.batches.come_from(loader):
-            return False
-        return self._calls.would_train
-
-    def other_fetched(self, loader: Any, batch: Any) -> None:
-        """Keep a batch that was fetched from a dataloader other than the loop's, because the next training step may use this batch."""
-        if get_ident() != self.guard.thread_id or self.evaluations.dataset or self.step.is_open:
-            return
-        self.batches.add_other(loader, batch)
-        # Report the next step, so that the loop checks whether the step uses a batch of another dataloader.
-        self.unreported.is_allowed = False
-
-    def begin_step(self) -> None:
-        """Begin a training step, unless one is open."""
-        if not self.guard.is_over and not self.step.is_open:
-            self.guard.call(self._open_step)
-
-    def begin_backward(self) -> None:
-        """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step."""
-        if not self._calls.are_observed:
-            self.begin_microbatch()
-        elif not self._is_in_microbatch:  # this loss is of another model, or is the second loss of the same outputs
-            self._calls.are_regular = False
-            if not self.step.is_open:
-                return
-        if self.watch.total is not None and self.parameters.have_lost_gradients():
-            self.gradients_are_discarded()
-        # An earlier loss of the same outputs was discarded, and its count of samples too. Restore that count for this loss.
-        if not self._is_in_microbatch:
-            self._counts.restore_discarded()
-        self._is_in_microbatch = False
-
-    def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin a training step if none is open, because the optimizer's `step` was called with the arguments `args` and `kwargs`."""
-        self.begin_step()
-        if not self.guard.is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
-            self.be_irregular()
-            self.guard.call(self._optimizer_hooks.expect_closures)
-
-    def gradients_are_discarded(self) -> None:
-        """Exclude earlier losses and their samples from the step, because the script has discarded the gradients of the losses."""
-        if get_ident() != self.guard.thread_id or self.watch.is_in_closure:
-            return
-        self.unreported.report()
-        self.be_irregular()
-        self.watch.total = None
-        self._counts.discard(is_in_microbatch=self._is_in_microbatch)
-
-    def other_optimizer_steps(self) -> None:
-        """Handle a step of an optimizer that is not observed. Discard the latest losses if they may belong to that optimizer."""
-        if get_ident() != self.guard.thread_id:
-            return
-        if not self._calls.are_observed:
-            self.gradients_are_discarded()
-        self.be_irregular()
-
-    def watch_calls(self) -> None:
-        """If the hooks on the model's calls were removed for speed, register them again, so that no evaluation is missed."""
-        calls = self._calls
-        if calls.are_observable and not calls.are_observed and get_ident() == self.guard.thread_id:
-            self.guard.call(self._install_forward_hooks, True)
-
-    @not_compiled
-    def scaler_has_stepped(self, scaler: Any) -> None:
-        """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
-        self.watch._scaler = scaler
-        if not self.guard.is_over and self.step.is_open:
-            self.run.step_skipped = True  # the scaler did not call the optimizer's `step`, which would have ended the open step
-            self.guard.call(self.end_step)
-
-    @partial(not_compiled, recursive=False)
-    def clip(self, clips: Callable[[], Any]) -> Any:
-        """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
-        if self.unreported.counts is not None:  # no handler listens to the step, so none reads the norm
-            return clips()
-        is_in_step = self.step.is_open and get_ident() == self.guard.thread_id
-        if is_in_step:
-            self.guard.call(self.run.driver.start, "clip_gradients")
-        norm = clips()
-        if is_in_step and not self.guard.is_over:
-            self.run.grad_norm = norm
-            self.guard.call(self.run.driver.end, "clip_gradients")
-        return norm
-
-    def loader_begins(self) -> None:
-        """If the script starts a new iteration over the dataloader before the previous one was complete, end the open epoch."""
-        if self.batches.begin():
-            self.guard.call(self._end_data)
-
-    def end_epoch(self, values: Mapping[str, float]) -> None:
-        """Log `values` and end the open epoch, because a framework has ended its epoch. Do nothing if no epoch is open."""
-        if self._epoch.is_open and get_ident() == self.guard.thread_id:
-            self.log(values)
-            self.guard.call(self._end_epoch)
-
-    def begin_epoch(self) -> None:
-        """End the open evaluation, if there is one, because a framework begins a new epoch."""
-        if get_ident() == self.guard.thread_id:
-            self.guard.call(self._leave_evaluation)
-
-    def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
-        """Record the results of an evaluator of Ignite that has just evaluated the dataset."""
-        if get_ident() == self.guard.thread_id:
-            self.guard.call(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
-            self.watch_calls()
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Log, in callsheet's run, values that the script has logged with a framework such as Accelerate."""
-        if get_ident() == self.guard.thread_id:
-            self.guard.call(lambda: self.run.ctx.log(values, across="same"))
-
-    def end_step(self) -> None:
-        """End the step, because the optimizer has stepped or a loss scaler has skipped the optimizer's step."""
-        run, batches = self.run, self.batches
-        if self.evaluations.dataset:
-            batches.add(self.no_evaluator())
-            self._count_microbatch()
-        calls = self._calls
-        if calls.are_observed and not calls.was_trained and self.steps:
-            calls.give_up()
-            self._driver.synthesized.clear()
-        calls.was_trained = False
-        if not self._driver.has_listeners:
-            run.set_learning_rate()
-        run.end_step()
-        self.watch.total = None
-        self.after_step(run.ctx.step)
-        batches.latest = None
-        if self._ends_epoch:
-            self._end_epoch()
-        if self._stops is not None:
-            self._stop_if_asked()
-
-    # --- handling what the hooks report ---
-
-    def after_step(self, steps: int) -> None:
-        """Do the work that is due only after certain steps. `steps` is the number of steps that have ended."""
-        run = self.run
-        if steps == 1:
-            # The loop was recognized only when the optimizer stepped, so the driver synthesized spans of step 1. Forget them.
-            run.driver.synthesized.clear()
-        elif steps == 2:
-            if not self._calls.are_observable:
-                run.driver.synthesized.clear()
-            self._support.after_first_step(run.driver)
-        elif not steps % FIRST_INTERVAL_STEPS:
-            run.keep_pace()
-            if not self.unreported.is_allowed and not run.driver.has_listeners:
-                self._install_forward_hooks()
-        # If calls of the model are not observed, a loss begins the step. So observe losses even while no step is open.
-        # In the first steps, always observe losses, because they show whether the loop is regular.
-        self.watch.is_on = not self._calls.are_observed or steps < REGULAR_STEPS
-        if self.evaluations.delayed:
-            self.evaluations.fire_delayed()
-
     def _begin_fetch(self) -> bool:
         """Fire the start event of the span `fetch`, unless a step is open (then the batch is a further microbatch of that step).
 
@@ -428,30 +242,53 @@ class BareLoop:
             self.guard.fail(error)
         return True
 
-    def be_irregular(self) -> None:
-        """Observe the model's calls from now on, because a step was irregular. A regular step has one new batch and one model call per loss."""
-        if self._calls.are_regular:
-            self._calls.are_regular = False
-            self.watch_calls()
+    def is_of_training(self, loader: Any) -> bool:
+        """Return whether a batch that is fetched from `loader` now is for training, and not for an evaluation or another loop."""
+        if get_ident() != self.guard.thread_id or self.evaluations.dataset or not self.batches.come_from(loader):
+            return False
+        return self._calls.would_train
 
-    def _install_forward_hooks(self, sees_calls: bool = False) -> None:
-        """Register the model's hooks that are needed now, and remove the others. If `sees_calls`, always observe model calls."""
-        calls = self._calls
-        if not calls.are_observable or self.guard.is_over:
+    def other_fetched(self, loader: Any, batch: Any) -> None:
+        """Keep a batch that was fetched from a dataloader other than the loop's, because the next training step may use this batch."""
+        if get_ident() != self.guard.thread_id or self.evaluations.dataset or self.step.is_open:
             return
-        self.unreported.report()  # do this first, because this method may forbid unreported steps
-        needs_outputs = self.evaluations.span.is_open or not self._microbatch.has_no_listeners
-        is_predictable = calls.are_regular and self.steps >= REGULAR_STEPS and not self._driver.has_listeners
-        needs_calls = sees_calls or needs_outputs or not is_predictable
-        calls.install(needs_calls=needs_calls, needs_outputs=needs_outputs)
-        self.unreported.is_allowed = not needs_calls and self._stops is None and self.batches.other is None
-        if not needs_calls:
-            self._is_in_microbatch, self.watch.is_on = False, True
+        self.batches.add_other(loader, batch)
+        # Report the next step, so that the loop checks whether the step uses a batch of another dataloader.
+        self.unreported.is_allowed = False
 
-    def _listen(self) -> None:
-        self._install_forward_hooks()
-        self._optimizer_hooks.listen(self.run.driver.has_listeners)
-        self.watch.listen(self.run.driver.is_loss_read)
+    def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
+        """Keep a batch that the script fetched from `loader` before the first step ended: the second step may use this batch.
+
+        `is_same_iteration`: whether this batch comes from the same iteration over the dataloader as the batch of the first step.
+        """
+        batches = self.batches
+        if self.guard.is_over:
+            return
+        if not batches.come_from(loader):
+            batches.add_other(loader, batch)
+            return
+        if not is_same_iteration:
+            batches.begin()
+        batches.add(batch)
+
+    # --- steps and microbatches ---
+
+    @property
+    def step(self) -> DrivenSpan:
+        """The span `train_step`, which is open during each training step."""
+        if self.unreported.counts is not None:
+            self.unreported.report()
+        return self._step
+
+    @property
+    def steps(self) -> int:
+        """The number of training steps that have ended."""
+        return self.run.state.timestamp.batch
+
+    def begin_step(self) -> None:
+        """Begin a training step, unless one is open."""
+        if not self.guard.is_over and not self.step.is_open:
+            self.guard.call(self._open_step)
 
     def _open_step(self) -> None:
         if self.evaluations.span.is_open:
@@ -464,34 +301,10 @@ class BareLoop:
         self._counts.begin_step()
         self.watch.total, self._is_in_microbatch, self.watch.is_on = None, False, True
 
-    def end_iteration(self) -> None:
-        """End the epoch, even if it had only one batch, because the dataloader has no more batches."""
-        self.batches.begin()
-        self.guard.call(self._end_data)
-
-    def _end_data(self) -> None:
-        """End the epoch, because the dataloader has ended or restarted. If a framework reports when epochs end, do nothing."""
-        if not self.are_epochs_reported:
-            self._end_epoch()
-
-    def _end_epoch(self) -> None:
-        """End the epoch, if one is open. If a step is open too, end the epoch when the step ends."""
-        driver = self.run.driver
-        if self.guard.is_over or not self._epoch.is_open:
-            return
-        self._ends_epoch = self.step.is_open
-        if self._ends_epoch:
-            self.unreported.is_allowed = False
-            return
-        self._leave_evaluation()
-        driver.end("fetch")
-        self.run.end_epoch(is_whole=True)
-        self._stop_if_asked()
-
-    def begin_microbatch(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS) -> None:
+    def begin_microbatch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a microbatch, unless one is open, and count its samples. If no step is open, begin a step first.
 
-        `args` and `kwargs` are the arguments of the model's call, if it was observed.
+        `args` and `kwargs` are the arguments of the model's call, or empty if the call was not observed.
         """
         if not self.step.is_open:
             self._open_step()
@@ -516,6 +329,184 @@ class BareLoop:
         if not self._counts.add_microbatch(keeps_batch=self._driver.has_listeners, is_in_closure=self.watch.is_in_closure):
             self.be_irregular()
 
+    def begin_backward(self) -> None:
+        """Handle a call of `backward` on a loss. If calls of the model are not observed, this loss may begin a training step."""
+        if not self._calls.are_observed:
+            self.begin_microbatch((), {})
+        elif not self._is_in_microbatch:  # this loss is of another model, or is the second loss of the same outputs
+            self._calls.are_regular = False
+            if not self.step.is_open:
+                return
+        if self.watch.total is not None and self.parameters.have_lost_gradients():
+            self.gradients_are_discarded()
+        # An earlier loss of the same outputs was discarded, and its count of samples too. Restore that count for this loss.
+        if not self._is_in_microbatch:
+            self._counts.restore_discarded()
+        self._is_in_microbatch = False
+
+    def gradients_are_discarded(self) -> None:
+        """Exclude earlier losses and their samples from the step, because the script has discarded the gradients of the losses."""
+        if get_ident() != self.guard.thread_id or self.watch.is_in_closure:
+            return
+        self.unreported.report()
+        self.be_irregular()
+        self.watch.total = None
+        self._counts.discard(is_in_microbatch=self._is_in_microbatch)
+
+    @partial(not_compiled, recursive=False)
+    def clip(self, clips: Callable[[], Any]) -> Any:
+        """Clip the gradients with `clips()`, fire the events of the span `clip_gradients`, and return the norm before clipping."""
+        if self.unreported.counts is not None:  # no handler listens to the step, so none reads the norm
+            return clips()
+        is_in_step = self.step.is_open and get_ident() == self.guard.thread_id
+        if is_in_step:
+            self.guard.call(self.run.driver.start, "clip_gradients")
+        norm = clips()
+        if is_in_step and not self.guard.is_over:
+            self.run.grad_norm = norm
+            self.guard.call(self.run.driver.end, "clip_gradients")
+        return norm
+
+    def optimizer_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Begin a training step if none is open, because the optimizer's `step` was called with the arguments `args` and `kwargs`."""
+        self.begin_step()
+        if not self.guard.is_over and (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+            self.be_irregular()
+            self.guard.call(self._optimizer_hooks.expect_closures)
+
+    def other_optimizer_steps(self) -> None:
+        """Handle a step of an optimizer that is not observed. Discard the latest losses if they may belong to that optimizer."""
+        if get_ident() != self.guard.thread_id:
+            return
+        if not self._calls.are_observed:
+            self.gradients_are_discarded()
+        self.be_irregular()
+
+    @not_compiled
+    def scaler_has_stepped(self, scaler: Any) -> None:
+        """If a step is still open after `GradScaler.step`, the scaler has skipped the optimizer's `step`: end the open step as skipped."""
+        self.watch._scaler = scaler
+        if not self.guard.is_over and self.step.is_open:
+            self.run.step_skipped = True  # the scaler did not call the optimizer's `step`, which would have ended the open step
+            self.guard.call(self.end_step)
+
+    def end_step(self) -> None:
+        """End the step, because the optimizer has stepped or a loss scaler has skipped the optimizer's step."""
+        run, batches = self.run, self.batches
+        if self.evaluations.dataset:
+            batches.add(self.no_evaluator())
+            self._count_microbatch()
+        calls = self._calls
+        if calls.are_observed and not calls.was_called and self.steps:
+            calls.give_up()
+            self._driver.synthesized.clear()
+        calls.was_called = False
+        if not self._driver.has_listeners:
+            run.set_learning_rate()
+        run.end_step()
+        self.watch.total = None
+        self.after_step(run.ctx.step)
+        batches.latest = None
+        if self._ends_epoch:
+            self._end_epoch()
+        if self._stops is not None:
+            self._stop_if_asked()
+
+    def after_step(self, steps: int) -> None:
+        """Do the work that is due only after certain steps. `steps` is the number of steps that have ended."""
+        run = self.run
+        if steps == 1:
+            # The loop was recognized only when the optimizer stepped, so the driver synthesized spans of step 1. Forget them.
+            run.driver.synthesized.clear()
+        elif steps == 2:
+            if not self._calls.are_observable:
+                run.driver.synthesized.clear()
+            self._support.after_first_step(run.driver)
+        elif not steps % FIRST_INTERVAL_STEPS:
+            run.keep_pace()
+            if not self.unreported.is_allowed and not run.driver.has_listeners:
+                self._install_forward_hooks()
+        # If calls of the model are not observed, a loss begins the step. So observe losses even while no step is open.
+        # In the first steps, always observe losses, because they show whether the loop is regular.
+        self.watch.is_on = not self._calls.are_observed or steps < REGULAR_STEPS
+        if self.evaluations.delayed:
+            self.evaluations.fire_delayed()
+
+    # --- which hooks are registered ---
+
+    def be_irregular(self) -> None:
+        """Observe the model's calls from now on, because a step was irregular. A regular step has one new batch and one model call per loss."""
+        if self._calls.are_regular:
+            self._calls.are_regular = False
+            self.watch_calls()
+
+    def watch_calls(self) -> None:
+        """If the hooks on the model's calls were removed for speed, register them again, so that no evaluation is missed."""
+        calls = self._calls
+        if calls.are_observable and not calls.are_observed and get_ident() == self.guard.thread_id:
+            self.guard.call(self._install_forward_hooks, True)
+
+    def _install_forward_hooks(self, sees_calls: bool = False) -> None:
+        """Register the model's hooks that are needed now, and remove the others. If `sees_calls`, always observe model calls."""
+        calls = self._calls
+        if not calls.are_observable or self.guard.is_over:
+            return
+        self.unreported.report()  # do this first, because this method may forbid unreported steps
+        needs_outputs = self.evaluations.span.is_open or not self._microbatch.has_no_listeners
+        is_predictable = calls.are_regular and self.steps >= REGULAR_STEPS and not self._driver.has_listeners
+        needs_calls = sees_calls or needs_outputs or not is_predictable
+        calls.install(needs_calls=needs_calls, needs_outputs=needs_outputs)
+        self.unreported.is_allowed = not needs_calls and self._stops is None and self.batches.other is None
+        if not needs_calls:
+            self._is_in_microbatch, self.watch.is_on = False, True
+
+    def _listen(self) -> None:
+        self._install_forward_hooks()
+        self._optimizer_hooks.listen(self.run.driver.has_listeners)
+        self.watch.listen(self.run.driver.is_loss_read)
+
+    # --- epochs and evaluations ---
+
+    def loader_begins(self) -> None:
+        """If the script starts a new iteration over the dataloader before the previous one was complete, end the open epoch."""
+        if self.batches.begin():
+            self.guard.call(self._end_data)
+
+    def end_iteration(self) -> None:
+        """End the epoch, even if it had only one batch, because the dataloader has no more batches."""
+        self.batches.begin()
+        self.guard.call(self._end_data)
+
+    def _end_data(self) -> None:
+        """End the epoch, because the dataloader has ended or restarted. If a framework reports when epochs end, do nothing."""
+        if not self.are_epochs_reported:
+            self._end_epoch()
+
+    def begin_epoch(self) -> None:
+        """End the open evaluation, if there is one, because a framework begins a new epoch."""
+        if get_ident() == self.guard.thread_id:
+            self.guard.call(self._leave_evaluation)
+
+    def end_epoch(self, values: Mapping[str, float]) -> None:
+        """Log `values` and end the open epoch, because a framework has ended its epoch. Do nothing if no epoch is open."""
+        if self._epoch.is_open and get_ident() == self.guard.thread_id:
+            self.log(values)
+            self.guard.call(self._end_epoch)
+
+    def _end_epoch(self) -> None:
+        """End the epoch, if one is open. If a step is open too, end the epoch when the step ends."""
+        driver = self.run.driver
+        if self.guard.is_over or not self._epoch.is_open:
+            return
+        self._ends_epoch = self.step.is_open
+        if self._ends_epoch:
+            self.unreported.is_allowed = False
+            return
+        self._leave_evaluation()
+        driver.end("fetch")
+        self.run.end_epoch(is_whole=True)
+        self._stop_if_asked()
+
     def begin_evaluated_batch(self, batch: Any) -> None:
         """Begin a batch of an evaluation, because the model is called. If no evaluation is open, begin one."""
         self.batches.forget_other()
@@ -524,11 +515,24 @@ class BareLoop:
         if is_first:
             self._install_forward_hooks()
 
+    def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
+        """Record the results of an evaluator of Ignite that has just evaluated the dataset."""
+        if get_ident() == self.guard.thread_id:
+            self.guard.call(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
+            self.watch_calls()
+
     def _leave_evaluation(self) -> None:
         if self.evaluations.span.is_open:
             self.evaluations.end()
             self._stop_if_asked()
             self._install_forward_hooks()
+
+    # --- values and requests ---
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Log, in callsheet's run, values that the script has logged with a framework such as Accelerate."""
+        if get_ident() == self.guard.thread_id:
+            self.guard.call(lambda: self.run.ctx.log(values, across="same"))
 
     def _stop_if_asked(self) -> None:
         if self._stops is not None and self.run.control.stop_requested is not None:

@@ -50,7 +50,7 @@ class LoopCalls(NotCopied):
         self._trains_in_eval_mode = not model.training
         self.are_regular = loop.batches.has_loader and not self._trains_in_eval_mode
         """Whether all steps so far were regular: for each loss, the loop fetched a new batch and called the model once."""
-        self.was_trained = False
+        self.was_called = False
         """Whether the model was called with gradients since the last step ended."""
         self._purpose: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
 
@@ -91,14 +91,14 @@ class LoopCalls(NotCopied):
         try:
             if not self.are_observed:
                 self.are_observed = True
-                self.was_trained = loop.step.is_open  # this step may have called the model before the hook was registered
+                self.was_called = loop.step.is_open  # this step may have called the model before the hook was registered
             is_training = model.training
             if not torch.is_grad_enabled():
                 if not is_training and not loop.step.is_open:
                     self._purpose = "eval"
                     loop.begin_evaluated_batch(batch_of(args, kwargs))
             elif is_training or self._trains_in_eval_mode:
-                self.was_trained = True
+                self.was_called = True
                 loop.begin_microbatch(args, kwargs)
                 driver = loop.run.driver
                 if not driver.spans["microbatch"].has_no_listeners:

@@ -1,4 +1,4 @@
-"""Ends the observation of a training loop after an error of callsheet or of a callback, so that the script continues."""
+"""Ends the observation of a training loop. After an error of callsheet or of a callback, the script continues."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Removable(Protocol):
 
 
 class LoopGuard:
-    """Calls functions that observe a loop in such a way that their errors end the observed run, but not the script.
+    """Ends the observation of a loop, at its end or after an error: removes the hooks, and fails the run if there was an error.
 
-    Errors that the script's signal handlers have raised while callsheet was running are raised to the script.
+    Errors of callsheet and of callbacks do not reach the script. Errors that the script's signal handlers have raised while
+    callsheet was running are raised.
 
     Args:
         run: the run of the loop.
