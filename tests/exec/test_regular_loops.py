@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from callsheet.exec.bare_loop import _REGULAR_STEPS
+from callsheet.exec.bare_loop import REGULAR_STEPS
 from callsheet.report import RunFolder
 from forked import run_forked  # type: ignore[import-not-found]  # pytest has its folder on the path
 
 from .scripts import _BEGIN
 
-LATER = _REGULAR_STEPS + 16  # a step long after the hooks were removed; the next epoch of 12 steps begins after it
+LATER = REGULAR_STEPS + 16  # a step long after the hooks were removed; the next epoch of 12 steps begins after it
 STEPS = 48
 
 _LOOP = f"""{_BEGIN}
@@ -101,8 +101,8 @@ def test_the_model_hooks_of_a_regular_loop_are_removed_between_epochs(tmp_path: 
     assert losses_of(run) == pytest.approx(losses)
     assert [record.values["time/epoch"] for record in run.records] == [epoch for epoch in range(4) for _ in range(12)]
     assert [record.values["time/sample"] for record in run.records] == [8 * step for step in range(1, STEPS + 1)]
-    assert set(counts[2 : _REGULAR_STEPS - 1]) == {1}
-    assert 0 in counts[_REGULAR_STEPS:]
+    assert set(counts[2 : REGULAR_STEPS - 1]) == {1}
+    assert 0 in counts[REGULAR_STEPS:]
     assert (
         counts.count(0) > 10
     )  # the hook is registered again at the beginning of each epoch, since an evaluation may begin there
@@ -113,7 +113,7 @@ def test_an_evaluation_of_a_regular_loop_is_observed(mode: str, tmp_path: Path) 
     losses, counts, run = run_loop(tmp_path, after=f"\nif step % 5 == 0:\n    {mode}\n    evaluate()\n    model.train()")
     assert losses_of(run) == pytest.approx(losses)
     assert [each["step"] for each in run.evaluations] == [step for step in range(LATER, STEPS + 1) if step % 5 == 0]
-    assert 0 in counts[_REGULAR_STEPS:LATER]
+    assert 0 in counts[REGULAR_STEPS:LATER]
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ class LoopFinder:
         loop = self._loop
         if loop is None:
             self._loss, self._counts, self._counted = None, (0, 0), None
-        elif loop.watch.total is not None and (owner is loop.optimizer or loop.trains(_first_of(owner))):
+        elif loop.watch.total is not None and (owner is loop.optimizer or _first_of(owner) in loop.parameters):
             loop.gradients_are_discarded()
 
     @partial(not_compiled, recursive=False)
@@ -285,7 +285,7 @@ class LoopFinder:
         if not isinstance(parameters, (Tensor, list, tuple)):
             parameters = list(parameters)  # make a list, because a generator can be read only once
         first = parameters if isinstance(parameters, Tensor) else next(iter(parameters), None)
-        if not self._loop.trains(first):
+        if first not in self._loop.parameters:
             return given(parameters, *args, **options)
         return self._loop.clip(lambda: given(parameters, *args, **options))
 
@@ -301,7 +301,7 @@ class LoopFinder:
         """Called before an optimizer's step. Recognize the loop at the first step, and report later steps to the loop."""
         loop = self._loop
         if loop is not None and loop.optimizer is optimizer:
-            if (loop.unreported_counts is None and not loop.step.is_open) or len(args) > 1 or kwargs:
+            if (loop.unreported.counts is None and not loop.step.is_open) or len(args) > 1 or kwargs:
                 loop.optimizer_begins(args, kwargs)
             return
         if self._is_over or self.is_paused or not self._lock.acquire(blocking=False):
@@ -373,7 +373,7 @@ class LoopFinder:
         if loop is not None and self._others_since != loop.steps:
             self._others, self._others_since = 0, loop.steps
         self._others += 1
-        if self._others < STEPS_OF_A_NEW_LOOP or (loop is not None and loop.has_failed):
+        if self._others < STEPS_OF_A_NEW_LOOP or (loop is not None and loop.guard.has_failed):
             return False
         self._others = 0
         return True

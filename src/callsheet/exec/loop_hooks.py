@@ -1,52 +1,54 @@
-"""The hooks through which a recognized training loop is observed: on its model, on its losses' `backward`, and on its optimizer."""
+"""The hooks through which a recognized training loop is observed, on its losses' `backward` and on its optimizer.
+
+The hooks on its model are in `loop_calls`.
+"""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from callsheet.bridges.backward_watch import BackwardWatch
 from callsheet.bridges.optimizer_hooks import OptimizerHooks
-from callsheet.bridges.torch_hooks import Hook, untraced
+from callsheet.bridges.torch_hooks import untraced
 from callsheet.exec.log_pace import FIRST_INTERVAL_STEPS
 
 if TYPE_CHECKING:
     from callsheet.exec.bare_loop import BareLoop
 
 
-class LoopForwardHooks:
-    """Registers hooks in the loop's model that notify the loop of the model's calls, in training and in evaluations.
-
-    Args:
-        loop: the loop.
-        model: the module that the loop calls.
-    """
-
-    def __init__(self, loop: BareLoop, model: nn.Module) -> None:
-        self._loop = loop
-        self._before = Hook(partial(model.register_forward_pre_hook, with_kwargs=True))
-        self._after = Hook(model.register_forward_hook)
-
-    def install(self, *, needs_calls: bool, needs_outputs: bool) -> None:
-        """Register a hook that is called before the model, if `needs_calls`, and one that is called after it, if `needs_outputs`."""
-        self._before.install(needs_calls, self._loop.forward_begins)
-        self._after.install(needs_outputs, self._loop.forward_ends)
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        self._before.remove()
-        self._after.remove()
-
-
 class LoopBackwardWatch(BackwardWatch):
-    """Notifies the loop when `backward` is called on a loss. If calls of the model are not observed, a step begins with its first loss."""
+    """Notifies the loop when `backward` is called on a loss. If no handler listens to the step, this begins an `UnreportedStep`."""
 
     def __init__(self, loop: BareLoop, scaler: Any) -> None:
         super().__init__(loop.run.driver, loop.run.ctx, scaler)
-        self._before = loop.backward_begins
+        self._loop = loop
+        self._batches = loop.batches
+        self._unreported = loop.unreported
+        self._before = self._begins
+        # Store these objects as attributes, because every step reads them and `loop.run.spans` would be slower.
+        self._spans, self._open_spans, self._epoch = loop.run.spans, loop.run.driver.opened, loop.run.driver.spans["epoch"]
+
+    def _begins(self) -> None:
+        try:
+            batches, unreported = self._batches, self._unreported
+            batch = batches.new
+            if (
+                batch is None
+                or not unreported.is_allowed
+                or unreported.counts is not None
+                or self._open_spans[-1] is not self._epoch
+                or self._driver.seen_links != self._spans.links
+            ):
+                self._loop.begin_backward()
+            else:
+                unreported.counts = counts = batches.counts_of(batch)
+                batches.new = None
+                if not counts[0]:
+                    self._loop.be_irregular()
+        except (Exception, SystemExit) as error:
+            self._loop.guard.fail(error)
 
 
 class LoopOptimizerHooks(OptimizerHooks):
@@ -58,12 +60,12 @@ class LoopOptimizerHooks(OptimizerHooks):
 
     @untraced
     def _ends(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        loop = self._loop
-        if (counts := loop.unreported_counts) is None:
+        loop, unreported = self._loop, self._loop.unreported
+        if (counts := unreported.counts) is None:
             super()._ends(optimizer, args, kwargs)
             return
         try:
-            loop.unreported_counts = None
+            unreported.counts = None
             loss, loop.watch.total = loop.watch.total, None
             steps = loop.run.count_unreported_step(optimizer, loss, *counts)
             if not steps % FIRST_INTERVAL_STEPS:

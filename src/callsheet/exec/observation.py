@@ -118,7 +118,8 @@ class Observation:
     def _trains_in_thread(self) -> bool:
         """Return whether another thread may still train, although the script has reached its last line."""
         if self.loop is not None:
-            return self.loop.thread is not threading.current_thread() and self.loop.thread.is_alive()
+            thread = self.loop.guard.thread
+            return thread is not threading.current_thread() and thread.is_alive()
         return any(not each.daemon and each is not threading.current_thread() for each in threading.enumerate())
 
     def _end(self, error: BaseException | None) -> None:
@@ -141,7 +142,7 @@ class Observation:
         """Stop observing in a process that the script has forked. The parent process is still observed."""
         self._is_in_fork = True
         if self.loop is not None:
-            self.loop.release()
+            self.loop.guard.release()
         if self.finder is not None:
             self.finder.stop()
 
