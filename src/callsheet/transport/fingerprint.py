@@ -8,7 +8,6 @@ thread or a socket, is described by its type only.
 from __future__ import annotations
 
 import copyreg
-import functools
 import hashlib
 import inspect
 import io
@@ -99,10 +98,6 @@ class _Fingerprinter:
             return self._labelled(enumerate(value), path)
         if type(value) is dict:
             return self._labelled(value.items(), path)
-        # Leave out a partial's empty `__dict__`. Only in the sender, where the encoder has called `vars`, it is {} instead of None.
-        if type(value) is functools.partial and not vars(value):
-            keywords = {f"({name})": argument for name, argument in value.keywords.items()}
-            return {"function": value.func, "arguments": value.args, **keywords}
         if isinstance(value, FunctionType):
             return _inside_function(value)
         if isinstance(value, threading.Thread):  # its attributes, such as its identifier, differ between processes
@@ -180,8 +175,7 @@ def _is_value(value: Any) -> bool:
     kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         return False
-    is_equal_by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ not in (None, object.__hash__)
-    return is_equal_by_value or kind is functools.partial
+    return kind.__hash__ not in (None, object.__hash__)
 
 
 def _inside_callback(callback: Callback) -> dict[str, Any]:
