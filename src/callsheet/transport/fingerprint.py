@@ -35,6 +35,8 @@ IGNORE_ATTRIBUTE = "transport_ignore"
 _MAX_DEPTH = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
 _MAX_LISTED_ITEMS = 1000  # a container with more items, all of them plain values, is described by a digest
 _NOT_INSPECTED = "cannot be inspected"
+# Of a function's code, these do not depend on the file and the line, which may differ between processes.
+_COMPARED_OF_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars")
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
@@ -99,7 +101,11 @@ class _Fingerprinter:
         if type(value) is dict:
             return self._labelled(value.items(), path)
         if isinstance(value, FunctionType):
-            return _inside_function(value)
+            # Leave out an empty closure cell, because it has no value yet.
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            return {"code": value.__code__, "defaults": [value.__defaults__, value.__kwdefaults__], "closure": cells}
+        if isinstance(value, CodeType):
+            return {name: getattr(value, name) for name in _COMPARED_OF_CODE}
         if isinstance(value, threading.Thread):  # its attributes, such as its identifier, differ between processes
             return ""
         return self._reduced(value, path)
@@ -173,8 +179,6 @@ def _text_of(value: Any) -> str | None:
 def _is_value(value: Any) -> bool:
     """Return whether equal objects of this type are interchangeable. Then two places may share an object or have equal objects."""
     kind: Any = type(value)
-    if isinstance(value, torch.Tensor):
-        return False
     return kind.__hash__ not in (None, object.__hash__)
 
 
@@ -197,27 +201,6 @@ def _inside_callback(callback: Callback) -> dict[str, Any]:
             if name not in ignored and (is_function or is_data):
                 inside[f" {kind.__name__}.{name}"] = name_of(value) if is_function else value
     return inside
-
-
-def _inside_function(function: FunctionType) -> dict[str, Any]:
-    # Leave out an empty closure cell, because it has no value yet.
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return {
-        "code": _code(function.__code__),
-        "defaults": [function.__defaults__, function.__kwdefaults__],
-        "closure": cells,
-    }
-
-
-def _code(code: CodeType) -> str:
-    """Return a digest of a function's code that does not depend on its file or line."""
-    # Sort the members of a frozenset, because their order differs between processes.
-    consts = [
-        _code(const) if isinstance(const, CodeType) else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
-        for const in code.co_consts
-    ]
-    names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
-    return hashlib.sha256(repr([code.co_code, consts, names]).encode()).hexdigest()
 
 
 def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
