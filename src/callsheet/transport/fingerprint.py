@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
-import inspect
 import io
 import json
 import threading
-import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from callsheet.core.callback import Callback
+from callsheet.core.spec import init_args_of
 from callsheet.transport.names import name_of, path_of
 from callsheet.transport.sealed import TransportError
 
@@ -120,31 +119,15 @@ class _Fingerprinter:
         """Return what pickle would store of an object of an unknown type."""
         kind = type(value)
         try:
-            with warnings.catch_warnings():  # from Python 3.12 on, iterators of itertools warn if they are pickled
-                warnings.simplefilter("ignore")
-                reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
+            reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
         except Exception:  # the value cannot be pickled
             # An iterator would lose its position. A file is an iterator too, but is ignored: each process opens its own file.
             return _NOT_INSPECTED if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else ""
         if isinstance(reduced, str):
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
-        parts = {"how it is made": make, "arguments": args}
-        match state:
-            # Python's own state of an object whose class has `__slots__`.
-            case (None | dict() as attributes, dict() as slots) if getattr(kind, "__getstate__", None) is object.__getstate__:
-                state = (attributes or {}) | slots
-            # Python's own state of a frozen dataclass with slots: the values of its fields.
-            case list(values) if is_dataclass(kind) and len(values) == len(fields(kind)):
-                state = dict(zip((field.name for field in fields(kind)), values, strict=True))
-        given = getattr(kind, IGNORE_ATTRIBUTE, ())  # a callback of another framework may have this attribute too
-        ignored = given if isinstance(given, (tuple, list, set, frozenset)) else ()
-        parts |= (
-            {f".{name}": part for name, part in state.items() if name not in ignored}
-            if isinstance(state, dict)
-            else {"state": state}
-        )
-        return parts | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
+        inside = {"how it is made": make, "arguments": args} | _attributes(value, state)
+        return inside | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         gradient = "with" if tensor.requires_grad else "without"
@@ -184,23 +167,39 @@ def _is_value(value: Any) -> bool:
 
 def _inside_callback(callback: Callback) -> dict[str, Any]:
     """Return the attributes of a callback, the arguments of its constructor, and the attributes of its classes."""
-    ignored = {"_arguments", IGNORE_ATTRIBUTE, *getattr(callback, IGNORE_ATTRIBUTE, ())}
-    state: Any = object.__getstate__(callback)
-    attributes, slots = state if isinstance(state, tuple) else (state, {})
-    inside = {f".{name}": part for name, part in sorted((attributes | slots).items()) if name not in ignored}
-    args, kwargs = callback._arguments
-    given = inspect.signature(type(callback).__init__).bind(callback, *args, **kwargs).arguments
-    inside |= {f"({name})": value for name, value in list(given.items())[1:]}
+    inside = _attributes(callback, object.__getstate__(callback))
+    # Compare the constructor's arguments by name, because the receiver gives all of them by name.
+    inside.pop("._arguments", None)
+    inside |= {f"({name})": value for name, value in init_args_of(callback).items()}
     for kind in type(callback).__mro__:
         # Compare class attributes too, because a user may have changed them after the import. Of a method, compare only its name.
-        if not issubclass(kind, Callback) or kind.__module__.split(".")[0] == "callsheet":
-            continue
-        for name, value in sorted(vars(kind).items()):
-            is_function = isinstance(value, FunctionType)
-            is_data = not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__")
-            if name not in ignored and (is_function or is_data):
-                inside[f" {kind.__name__}.{name}"] = name_of(value) if is_function else value
+        if issubclass(kind, Callback):
+            for name, value in sorted(vars(kind).items()):
+                is_method = isinstance(value, FunctionType)
+                if (is_method or not name.startswith("__")) and name not in _ignored(callback):
+                    inside[f" {kind.__name__}.{name}"] = name_of(value) if is_method else value
     return inside
+
+
+def _attributes(value: object, state: Any) -> dict[str, Any]:
+    """Return the attributes in `state`, the state that pickle would store of `value`; if it has no attributes, the state itself."""
+    match state:
+        # Python's own state of an object whose class has `__slots__`.
+        case (None | dict() as attributes, dict() as slots) if slots.keys().isdisjoint(attributes or ()):
+            state = (attributes or {}) | slots
+        # Python's own state of a frozen dataclass with slots: the values of its fields.
+        case list() if is_dataclass(value) and len(state) == len(fields(value)):
+            state = dict(zip((field.name for field in fields(value)), state, strict=True))
+    if not isinstance(state, dict):
+        return {"state": state}
+    ignored = _ignored(value)
+    # Sort the attributes, because the order in which they were set may differ between processes.
+    return {f".{name}": state[name] for name in sorted(state, key=str) if name not in ignored}
+
+
+def _ignored(value: object) -> set[str]:
+    """Return the names of the attributes that are not compared. Only a callback may name them itself instead of its class."""
+    return set(getattr(value if isinstance(value, Callback) else type(value), IGNORE_ATTRIBUTE, ()))
 
 
 def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
