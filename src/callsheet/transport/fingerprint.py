@@ -54,7 +54,7 @@ def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str
 
 class _Fingerprinter:
     def __init__(self) -> None:
-        # The objects that occurred, by id, each with its path. They are kept alive, because the id of a freed object may be used again.
+        # The objects that occurred, by id or address, each with its path. They are kept alive, because an id may be used again.
         self._met: dict[Hashable, tuple[Any, str]] = {}
         self._depth = 0
 
@@ -62,7 +62,7 @@ class _Fingerprinter:
         kind = type(value)
         if (text := _text_of(value)) is not None:
             return [name_of(kind), text]
-        if not _is_value(value) and (met := self._met_before(value, path)):
+        if _has_identity(value) and (met := self._met_before(id(value), value, path)):
             return met
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -83,9 +83,8 @@ class _Fingerprinter:
         self._depth -= 1
         return node
 
-    def _met_before(self, value: object, path: str, key: Hashable = None) -> Node | None:
-        """Return a node with the earlier path if this object occurred before, else None. Objects with equal `key` count as one."""
-        key = id(value) if key is None else key
+    def _met_before(self, key: Hashable, value: object, path: str) -> Node | None:
+        """Return a node with the earlier path if an object with this key occurred before, else None."""
         if key in self._met:
             return ["same", self._met[key][1]]
         self._met[key] = value, path
@@ -95,10 +94,8 @@ class _Fingerprinter:
         """Return the objects inside `value` by label, or a text about `value` if nothing inside it can be compared."""
         if isinstance(value, Callback):
             return _inside_callback(value)
-        if type(value) in (list, tuple):
+        if type(value) is tuple:  # what pickle stores of a tuple has the tuple itself in it
             return self._labelled(enumerate(value), path)
-        if type(value) is dict:
-            return self._labelled(value.items(), path)
         if isinstance(value, FunctionType):
             # Leave out an empty closure cell, because it has no value yet.
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
@@ -126,21 +123,23 @@ class _Fingerprinter:
         if isinstance(reduced, str):
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
-        inside = {"how it is made": make, "arguments": args} | _attributes(value, state)
-        return inside | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
+        # Leave out the usual way to make an object: from its class, without arguments.
+        is_usual = make is copyreg.__newobj__ and args == (kind,)  # type: ignore[attr-defined]  # typeshed does not have it
+        made = {} if is_usual else {"how it is made": make, "arguments": args}
+        return made | _attributes(value, state) | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         gradient = "with" if tensor.requires_grad else "without"
         facts = f"{name_of(type(tensor))} {tensor.dtype} {list(tensor.shape)} {tensor.device} {gradient} gradient"
         try:
-            host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+            host = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().data).hexdigest()
             storage = tensor.untyped_storage()
         except (RuntimeError, TypeError, NotImplementedError):
             # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _NOT_INSPECTED]
         # Compare addresses, because `torch.from_numpy` makes a new storage for each tensor over the same memory.
-        shared = self._met_before(storage, path, ("storage", storage.data_ptr())) if tensor.numel() else None
+        shared = self._met_before(("storage", storage.data_ptr()), storage, path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
 
 
@@ -159,10 +158,13 @@ def _text_of(value: Any) -> str | None:
     return name_of(value) if isinstance(value, type) else path_of(value) or None
 
 
-def _is_value(value: Any) -> bool:
-    """Return whether equal objects of this type are interchangeable. Then two places may share an object or have equal objects."""
-    kind: Any = type(value)
-    return kind.__hash__ not in (None, object.__hash__)
+def _has_identity(value: object) -> bool:
+    """Return whether it matters if two places share this object or have equal ones.
+
+    It does not matter if the type defines its own hash, because equal objects of this type are interchangeable. A tensor has its
+    own hash too: whether tensors share memory is compared separately.
+    """
+    return type(value).__hash__ in (None, object.__hash__)
 
 
 def _inside_callback(callback: Callback) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def _attributes(value: object, state: Any) -> dict[str, Any]:
         case list() if is_dataclass(value) and len(state) == len(fields(value)):
             state = dict(zip((field.name for field in fields(value)), state, strict=True))
     if not isinstance(state, dict):
-        return {"state": state}
+        return {} if state is None else {"state": state}
     ignored = _ignored(value)
     # Sort the attributes, because the order in which they were set may differ between processes.
     return {f".{name}": state[name] for name in sorted(state, key=str) if name not in ignored}
