@@ -277,6 +277,13 @@ def test_a_closure_over_a_variable_without_a_value_has_a_fingerprint() -> None:
     assert closure() == later
 
 
+def test_keys_of_a_dict_are_compared_by_content() -> None:
+    here, same = ({threading.Lock(): 1, ("a", re.compile("b")): 2} for _ in range(2))
+    assert differences(fingerprint({"it": here}), fingerprint({"it": same})) == []
+    other = {threading.Lock(): 1, ("a", re.compile("c")): 2}
+    assert len(differences(fingerprint({"it": here}), fingerprint({"it": other}))) == 2
+
+
 def test_partials_arrive_with_their_attributes_and_stay_shared() -> None:
     partial: Any = functools.partial(at_the_top, None, factor=3.0)
     partial.note = [1]
