@@ -235,6 +235,64 @@ def test_the_fingerprints_of_views_of_one_memory_and_of_copies_differ() -> None:
     ]
 
 
+def test_equal_tensors_without_common_memory_have_equal_fingerprints() -> None:
+    for make in (
+        lambda: [torch.empty(0), torch.empty(0)],  # empty tensors have no memory that they could share
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.tensor([1 + 2j]).conj().imag,
+    ):
+        one = make()
+        assert differences(fingerprint({"it": one}), fingerprint({"it": make()})) == []
+    views = [torch.zeros(4)[:0], torch.zeros(4)[:0]]
+    assert differences(fingerprint({"it": views}), fingerprint({"it": decode(encode(views, allow_pickle=False))})) == []
+
+
+class KeepsInThread(Callback):
+    """Keeps its arguments only in a thread, whose attributes are not compared."""
+
+    def __init__(self, *, given: Any) -> None:
+        self.thread = threading.Thread(target=print, args=(given,))
+
+
+def test_arguments_are_compared_although_the_callback_does_not_store_them() -> None:
+    one, other = KeepsInThread(given=[1]), KeepsInThread(given=[2])
+    assert differences(fingerprint({"it": one}), fingerprint({"it": one})) == []
+    assert differences(fingerprint({"it": one}), fingerprint({"it": other})) == ["it(given)[0]: an int with another value there"]
+
+
+def test_a_changed_class_attribute_of_a_built_in_callback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint({"it": History()})
+    monkeypatch.setattr(History, "phase", "measure")
+    assert differences(fingerprint({"it": History()}), before) == ["it History.phase: a str with another value there"]
+
+
+def test_a_closure_over_a_variable_without_a_value_has_a_fingerprint() -> None:
+    def closure() -> Any:
+        return later
+
+    here = fingerprint({"it": closure})
+    assert differences(here, fingerprint({"it": closure})) == []
+    later = 1
+    assert differences(here, fingerprint({"it": closure})) == ["it: closure[0]: missing here"]
+    assert closure() == later
+
+
+def test_keys_of_a_dict_are_compared_by_content() -> None:
+    here, same = ({threading.Lock(): 1, ("a", re.compile("b")): 2} for _ in range(2))
+    assert differences(fingerprint({"it": here}), fingerprint({"it": same})) == []
+    other = {threading.Lock(): 1, ("a", re.compile("c")): 2}
+    assert len(differences(fingerprint({"it": here}), fingerprint({"it": other}))) == 2
+
+
+def test_partials_arrive_with_their_attributes_and_stay_shared() -> None:
+    partial: Any = functools.partial(at_the_top, None, factor=3.0)
+    partial.note = [1]
+    one, other = decode(encode([partial, partial], allow_pickle=False))
+    assert one is other
+    assert (one.func, one.args, one.keywords, one.note) == (at_the_top, (None,), {"factor": 3.0}, [1])
+    assert differences(fingerprint({"it": partial}), fingerprint({"it": one})) == []
+
+
 class Slotted(Callback):
     __slots__ = ("__count",)
 

@@ -6,7 +6,7 @@ A value that JSON lacks is written as an object with one key, which starts with 
 
     {"@callback": {...}}       a class's path, the constructor's arguments, settings that were set on the instance, and the state
     {"@import": path}          a class or function, by its import path
-    {"@dataclass": [path, {field: value}]}   {"@enum": [path, name]}   {"@partial": [function, args, kwargs]}
+    {"@dataclass": [path, {field: value}]}   {"@enum": [path, name]}   {"@partial": state}
     {"@path": text}            {"@set": [...]}   {"@frozenset": [...]}   {"@dtype": name}   {"@device": name}
     {"@dict": [[key, value], ...]}           a dict with a key that starts with `@`
     {"@same": n}               the nth container or callback of the document again: shared objects stay shared
@@ -140,8 +140,10 @@ class Encoder:
             return {"@path": str(value)}
         if isinstance(value, Enum) and value.name in kind.__members__ and (path := self._path(kind)):
             return {"@enum": [path, value.name]}
-        if kind is functools.partial and not vars(value):
-            return {"@partial": [self.encoded(part, at) for part in (value.func, list(value.args), dict(value.keywords))]}
+        if kind is functools.partial:
+            self._number(value)
+            state = value.__reduce__()[2]  # the function, its arguments, and the partial's attributes
+            return {"@partial": [self.encoded(part, at) for part in state]}
         if isinstance(value, torch.dtype | torch.device):
             return {f"@{kind.__name__}": str(value).removeprefix("torch.")}
         if kind is torch.Tensor and _is_plain(value):
@@ -308,8 +310,9 @@ class Decoder:
             case "@enum":
                 return find(content[0], self._script)[content[1]]
             case "@partial":
-                function, args, kwargs = (self.decoded(part) for part in content)
-                return functools.partial(function, *args, **kwargs)
+                partial: Any = self._numbered_as(functools.partial(int))
+                partial.__setstate__(tuple(self.decoded(part) for part in content))
+                return partial
             case "@path":
                 return Path(content)
             case "@set":

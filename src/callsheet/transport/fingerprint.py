@@ -8,13 +8,10 @@ thread or a socket, is described by its type only.
 from __future__ import annotations
 
 import copyreg
-import functools
 import hashlib
-import inspect
 import io
 import json
 import threading
-import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -23,6 +20,7 @@ from typing import Any
 import torch
 
 from callsheet.core.callback import Callback
+from callsheet.core.spec import init_args_of
 from callsheet.transport.names import name_of, path_of
 from callsheet.transport.sealed import TransportError
 
@@ -36,6 +34,8 @@ IGNORE_ATTRIBUTE = "transport_ignore"
 _MAX_DEPTH = 100  # the maximum depth of nesting, because each level takes several calls on Python's limited stack
 _MAX_LISTED_ITEMS = 1000  # a container with more items, all of them plain values, is described by a digest
 _NOT_INSPECTED = "cannot be inspected"
+# Of a function's code, these do not depend on the file and the line, which may differ between processes.
+_COMPARED_OF_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars")
 
 
 def fingerprint(values: Mapping[str, Any]) -> dict[str, Node]:
@@ -54,7 +54,7 @@ def differences(here: Mapping[str, Node], there: Mapping[str, Node]) -> list[str
 
 class _Fingerprinter:
     def __init__(self) -> None:
-        # The objects that occurred, by id, each with its path. They are kept alive, because the id of a freed object may be used again.
+        # The objects that occurred, by id or address, each with its path. They are kept alive, because an id may be used again.
         self._met: dict[Hashable, tuple[Any, str]] = {}
         self._depth = 0
 
@@ -62,7 +62,7 @@ class _Fingerprinter:
         kind = type(value)
         if (text := _text_of(value)) is not None:
             return [name_of(kind), text]
-        if not _is_value(value) and (met := self._met_before(value, path)):
+        if _has_identity(value) and (met := self._met_before(id(value), value, path)):
             return met
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -83,9 +83,8 @@ class _Fingerprinter:
         self._depth -= 1
         return node
 
-    def _met_before(self, value: object, path: str, key: Hashable = None) -> Node | None:
-        """Return a node with the earlier path if this object occurred before, else None. Objects with equal `key` count as one."""
-        key = id(value) if key is None else key
+    def _met_before(self, key: Hashable, value: object, path: str) -> Node | None:
+        """Return a node with the earlier path if an object with this key occurred before, else None."""
         if key in self._met:
             return ["same", self._met[key][1]]
         self._met[key] = value, path
@@ -95,16 +94,14 @@ class _Fingerprinter:
         """Return the objects inside `value` by label, or a text about `value` if nothing inside it can be compared."""
         if isinstance(value, Callback):
             return _inside_callback(value)
-        if type(value) in (list, tuple):
+        if type(value) is tuple:  # what pickle stores of a tuple has the tuple itself in it
             return self._labelled(enumerate(value), path)
-        if type(value) is dict:
-            return self._labelled(value.items(), path)
-        # Leave out a partial's empty `__dict__`. Only in the sender, where the encoder has called `vars`, it is {} instead of None.
-        if type(value) is functools.partial and not vars(value):
-            keywords = {f"({name})": argument for name, argument in value.keywords.items()}
-            return {"function": value.func, "arguments": value.args, **keywords}
         if isinstance(value, FunctionType):
-            return _inside_function(value)
+            # Leave out an empty closure cell, because it has no value yet.
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            return {"code": value.__code__, "defaults": [value.__defaults__, value.__kwdefaults__], "closure": cells}
+        if isinstance(value, CodeType):
+            return {name: getattr(value, name) for name in _COMPARED_OF_CODE}
         if isinstance(value, threading.Thread):  # its attributes, such as its identifier, differ between processes
             return ""
         return self._reduced(value, path)
@@ -119,44 +116,30 @@ class _Fingerprinter:
         """Return what pickle would store of an object of an unknown type."""
         kind = type(value)
         try:
-            with warnings.catch_warnings():  # from Python 3.12 on, iterators of itertools warn if they are pickled
-                warnings.simplefilter("ignore")
-                reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
+            reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
         except Exception:  # the value cannot be pickled
             # An iterator would lose its position. A file is an iterator too, but is ignored: each process opens its own file.
             return _NOT_INSPECTED if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else ""
         if isinstance(reduced, str):
             return reduced
         make, args, state, items, pairs = (*reduced, None, None, None, None)[:5]
-        parts = {"how it is made": make, "arguments": args}
-        match state:
-            # Python's own state of an object whose class has `__slots__`.
-            case (None | dict() as attributes, dict() as slots) if getattr(kind, "__getstate__", None) is object.__getstate__:
-                state = (attributes or {}) | slots
-            # Python's own state of a frozen dataclass with slots: the values of its fields.
-            case list(values) if is_dataclass(kind) and len(values) == len(fields(kind)):
-                state = dict(zip((field.name for field in fields(kind)), values, strict=True))
-        given = getattr(kind, IGNORE_ATTRIBUTE, ())  # a callback of another framework may have this attribute too
-        ignored = given if isinstance(given, (tuple, list, set, frozenset)) else ()
-        parts |= (
-            {f".{name}": part for name, part in state.items() if name not in ignored}
-            if isinstance(state, dict)
-            else {"state": state}
-        )
-        return parts | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
+        # Leave out the usual way to make an object: from its class, without arguments.
+        is_usual = make is copyreg.__newobj__ and args == (kind,)  # type: ignore[attr-defined]  # typeshed does not have it
+        made = {} if is_usual else {"how it is made": make, "arguments": args}
+        return made | _attributes(value, state) | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         gradient = "with" if tensor.requires_grad else "without"
         facts = f"{name_of(type(tensor))} {tensor.dtype} {list(tensor.shape)} {tensor.device} {gradient} gradient"
         try:
-            host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+            host = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            content = hashlib.sha256(host.flatten().view(torch.uint8).numpy().data).hexdigest()
             storage = tensor.untyped_storage()
         except (RuntimeError, TypeError, NotImplementedError):
             # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _NOT_INSPECTED]
         # Compare addresses, because `torch.from_numpy` makes a new storage for each tensor over the same memory.
-        shared = self._met_before(storage, path, ("storage", storage.data_ptr())) if tensor.numel() else None
+        shared = self._met_before(("storage", storage.data_ptr()), storage, path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
 
 
@@ -175,55 +158,50 @@ def _text_of(value: Any) -> str | None:
     return name_of(value) if isinstance(value, type) else path_of(value) or None
 
 
-def _is_value(value: Any) -> bool:
-    """Return whether equal objects of this type are interchangeable. Then two places may share an object or have equal objects."""
-    kind: Any = type(value)
-    if isinstance(value, torch.Tensor):
-        return False
-    is_equal_by_value = kind.__eq__ is not object.__eq__ and kind.__hash__ not in (None, object.__hash__)
-    return is_equal_by_value or kind is functools.partial
+def _has_identity(value: object) -> bool:
+    """Return whether it matters if two places share this object or have equal ones.
+
+    It does not matter if the type defines its own hash, because equal objects of this type are interchangeable. A tensor has its
+    own hash too: whether tensors share memory is compared separately.
+    """
+    return type(value).__hash__ in (None, object.__hash__)
 
 
 def _inside_callback(callback: Callback) -> dict[str, Any]:
     """Return the attributes of a callback, the arguments of its constructor, and the attributes of its classes."""
-    ignored = {"_arguments", IGNORE_ATTRIBUTE, *getattr(callback, IGNORE_ATTRIBUTE, ())}
-    state: Any = object.__getstate__(callback)
-    attributes, slots = state if isinstance(state, tuple) else (state, {})
-    inside = {f".{name}": part for name, part in sorted((attributes | slots).items()) if name not in ignored}
-    args, kwargs = callback._arguments
-    given = inspect.signature(type(callback).__init__).bind(callback, *args, **kwargs).arguments
-    inside |= {f"({name})": value for name, value in list(given.items())[1:]}
+    inside = _attributes(callback, object.__getstate__(callback))
+    # Compare the constructor's arguments by name, because the receiver gives all of them by name.
+    inside.pop("._arguments", None)
+    inside |= {f"({name})": value for name, value in init_args_of(callback).items()}
     for kind in type(callback).__mro__:
         # Compare class attributes too, because a user may have changed them after the import. Of a method, compare only its name.
-        if not issubclass(kind, Callback) or kind.__module__.split(".")[0] == "callsheet":
-            continue
-        for name, value in sorted(vars(kind).items()):
-            is_function = isinstance(value, FunctionType)
-            is_data = not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__")
-            if name not in ignored and (is_function or is_data):
-                inside[f" {kind.__name__}.{name}"] = name_of(value) if is_function else value
+        if issubclass(kind, Callback):
+            for name, value in sorted(vars(kind).items()):
+                is_method = isinstance(value, FunctionType)
+                if (is_method or not name.startswith("__")) and name not in _ignored(callback):
+                    inside[f" {kind.__name__}.{name}"] = name_of(value) if is_method else value
     return inside
 
 
-def _inside_function(function: FunctionType) -> dict[str, Any]:
-    # Leave out an empty closure cell, because it has no value yet.
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return {
-        "code": _code(function.__code__),
-        "defaults": [function.__defaults__, function.__kwdefaults__],
-        "closure": cells,
-    }
+def _attributes(value: object, state: Any) -> dict[str, Any]:
+    """Return the attributes in `state`, the state that pickle would store of `value`; if it has no attributes, the state itself."""
+    match state:
+        # Python's own state of an object whose class has `__slots__`.
+        case (None | dict() as attributes, dict() as slots) if slots.keys().isdisjoint(attributes or ()):
+            state = (attributes or {}) | slots
+        # Python's own state of a frozen dataclass with slots: the values of its fields.
+        case list() if is_dataclass(value) and len(state) == len(fields(value)):
+            state = dict(zip((field.name for field in fields(value)), state, strict=True))
+    if not isinstance(state, dict):
+        return {} if state is None else {"state": state}
+    ignored = _ignored(value)
+    # Sort the attributes, because the order in which they were set may differ between processes.
+    return {f".{name}": state[name] for name in sorted(state, key=str) if name not in ignored}
 
 
-def _code(code: CodeType) -> str:
-    """Return a digest of a function's code that does not depend on its file or line."""
-    # Sort the members of a frozenset, because their order differs between processes.
-    consts = [
-        _code(const) if isinstance(const, CodeType) else repr(sorted(map(repr, const)) if isinstance(const, frozenset) else const)
-        for const in code.co_consts
-    ]
-    names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
-    return hashlib.sha256(repr([code.co_code, consts, names]).encode()).hexdigest()
+def _ignored(value: object) -> set[str]:
+    """Return the names of the attributes that are not compared. Only a callback may name them itself instead of its class."""
+    return set(getattr(value if isinstance(value, Callback) else type(value), IGNORE_ATTRIBUTE, ()))
 
 
 def _compare(here: Node, there: Node, path: str) -> Iterator[str]:

@@ -69,9 +69,8 @@ def check_arrival(values: Mapping[str, Any], variables: Mapping[str, str]) -> No
     if "error" in answer:
         raise TransportError(f"the payload cannot be rebuilt in a fresh interpreter: {answer['error']}")
     if found := differences(here, answer["fingerprint"]):
-        labels = [label_of(callback) for callback in values["callbacks"]]
-        for i, label in enumerate(labels):
-            found = [line.replace(f"callbacks[{i}]", f"callbacks[{i}] ({label})", 1) for line in found]
+        for i, callback in enumerate(values["callbacks"]):
+            found = [line.replace(f"callbacks[{i}]", f"callbacks[{i}] ({label_of(callback)})", 1) for line in found]
         more = f"\n  and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
         raise TransportError(
             "rebuilt in a fresh interpreter (there), the payload differs from the original (here):\n  "
