@@ -162,6 +162,31 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(step: int, 
     assert same(model, whole)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_scheduler_that_changes_the_momentum_causes_no_warning_of_other_options(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(duration: str) -> None:
+        model, _, data = parts()
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        saver = CheckpointSaver(save_interval="1ba")
+        with attach(
+            model=model, optimizer=optimizer, scheduler=scheduler, callbacks=saver, run_name="run", runs_folder=tmp_path,
+            resume="auto", max_duration=duration,
+        ) as run:  # fmt: skip
+            for _ in run.epochs(4):
+                for inputs, _ in run.steps(data):
+                    model(inputs).sum().backward()
+                    optimizer.step()
+                    scheduler.step()
+
+    train("3ba")
+    train("6ba")
+    assert "in the checkpoint" not in caplog.text
+
+
 def test_a_checkpoint_with_a_position_in_an_older_form_is_rejected(tmp_path: Path) -> None:
     """Until 2026-11-24, callsheet 0.1.0 stored the position in the data in another form."""
     attached(3, [Stopper(5), CheckpointSaver(save_interval="1ba")], folder=tmp_path)
@@ -253,6 +278,19 @@ def test_each_epoch_may_end_with_a_break_or_have_no_steps() -> None:
     assert recorder.events.count("on_train_step_end") == 6
     assert recorder.events.count("on_epoch_end") == 3
     assert run.ctx.run.outcome == "finished"
+
+
+def test_a_loop_may_skip_its_first_batches() -> None:
+    recorder = Recorder()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[recorder, SpeedMonitor()]) as run:
+        for number, (inputs, _) in enumerate(run.steps(data)):
+            if number < 2:
+                continue
+            model(inputs).sum().backward()
+            optimizer.step()
+    check_events(recorder.events)
+    assert run.ctx.step == BATCHES
 
 
 @pytest.mark.parametrize("listens", [True, False])

@@ -230,6 +230,19 @@ def test_an_optimizer_that_cannot_be_used_is_rejected_by_its_key(
     assert "Traceback" not in err
 
 
+def test_a_folder_that_is_not_writable_is_rejected_before_training(
+    recipe_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a_file").write_text("")
+    assert main(["train", "tiny.yaml", "--runs_folder", "a_file/runs"]) == 2
+    err = capsys.readouterr().err
+    assert (
+        "callsheet: cannot write to the run's folder a_file/runs/tiny (a_file/runs/tiny: Not a directory); make it writable"
+        in err
+    )
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("name", "hint"), [("lr", "; did you mean 'optimizer.lr'?"), ("loss", "; did you mean 'train/loss'?"), ("zz", "")]
 )

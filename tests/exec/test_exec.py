@@ -78,6 +78,16 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_report_that_cannot_be_written_does_not_hide_the_summary(script: Path) -> None:
+    script.write_text(f"{SCRIPT}\nimport pathlib; pathlib.Path('runs/a/report.html/taken').mkdir(parents=True)\n")
+    observed = run_forked(script.parent, "train.py", exec_words=["--run_name", "a"])
+    assert observed.returncode == 0
+    assert re.search(
+        r"^callsheet: a: 12 steps, .*; files: runs/a; the report could not be written: .*", observed.stderr, re.MULTILINE
+    )
+    assert "Traceback" not in observed.stderr
+
+
 def test_a_script_is_observed_and_unchanged(script: Path) -> None:
     alone, observed = executed_alone_and_observed(script.parent)
     run = RunFolder.read(script.parent / "runs" / "a")

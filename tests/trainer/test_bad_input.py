@@ -97,6 +97,7 @@ other_model = nn.Linear(2, 1)
         ({"runs_folder": 3}, "^runs_folder=3: give the path of a folder"),
         ({"checkpoints_folder": 3}, "^checkpoints_folder=3: give the path of a folder"),
         ({"run_name": ""}, r"run_name='' must be a plain name"),
+        ({"run_name": "é" * 101}, r"run_name='é{40}'\.\.\. is longer than 200 bytes; give a shorter one"),
         ({"run_name": "/tmp"}, r"run_name='/tmp' must be a plain name"),
         ({"run_name": "."}, r"run_name='\.' must be a plain name"),
         ({"optimizer": None, "scheduler": lambda optimizer: None}, r"a scheduler needs an optimizer"),

@@ -157,8 +157,8 @@ class AttachedRun:
             RequestRejected: `steps` is called inside another call of `steps`, or outside the `with` block.
         """
         if (self._hooks is None or self._has_exited) and self._unobserved is None:
-            when = "after the run's end" if self._has_exited else "before the run has begun"
-            raise RequestRejected(f"steps() {when}: write `with callsheet.attach(...) as run:` around the loop")
+            message = "steps() after the run's end" if self._has_exited else "steps() before the run has begun"
+            raise RequestRejected(f"{message}: write `with callsheet.attach(...) as run:` around the loop")
         if not self._begin_epoch():
             return
         run, driver, ctx, position, hooks = self._run, self._run.driver, self._run.ctx, self._position, self._hooks
@@ -266,7 +266,11 @@ class AttachedRun:
         run.step_skipped = not self._hooks.optimizer.has_stepped
         if run.end_step():
             self._is_over = run.is_over
-        if not self._is_checked:
+        if self._is_checked:
+            return
+        if run.step_skipped and run.driver.is_loss_read and self._hooks.backward.total is None:
+            run.driver.synthesized.clear()  # the loop has skipped the batch, so check a later step
+        else:
             self._is_checked = True
             message = self._without_step if run.step_skipped else ""
             self._support.after_first_step(run.driver, may_skip_step=self._hooks.is_scaled, without_step=message)

@@ -25,7 +25,8 @@ _ALWAYS_FIRED_EVENTS = frozenset({"on_run_start", "on_run_end"})
 _MISSING_SPAN_CAUSES: Mapping[str, str] = {
     "forward": (
         ": backward() was called before the model was. If the step trains another model first, such as a GAN's discriminator, give that one"
-        " as the model. If the loop calls submodules of the model, make it call the model itself"
+        " as the model. If the loop calls `torch.compile(model)`, give that. If the loop calls submodules of the model, make it call the"
+        " model itself"
     ),
     "backward": ": backward() was not called on a loss within this step",
     "optimizer_step": ": the loop did not step the optimizer that the bridge was given",

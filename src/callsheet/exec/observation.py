@@ -21,7 +21,7 @@ from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import RunInfo
-from callsheet.errors import MissingPackage, NotSupported
+from callsheet.errors import CallsheetError, MissingPackage, NotSupported, text_of
 from callsheet.exec import messages
 from callsheet.exec.accelerate_loops import AccelerateLoops
 from callsheet.exec.frameworks import Frameworks
@@ -313,6 +313,8 @@ def _page(folder: Path) -> str:
         return f"report: {_short(write_report(folder))}"
     except MissingPackage:
         return f"files: {_short(folder)}; pip install 'callsheet[report]' for a report"
+    except (OSError, CallsheetError) as error:
+        return f"files: {_short(folder)}; the report could not be written: {one_line(text_of(error))}"
 
 
 def _short(path: Path) -> str:

@@ -31,6 +31,7 @@ from callsheet.loggers.support.json_text import json_text
 from callsheet.recipes.existing_run import NEW, NEW_RUN_HINT, of_rank_zero, reject_another_job, resumable, set_aside
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.settings import as_file, settings_of
+from callsheet.run.run_guard import why_not_writable
 from callsheet.run.run_lock import RunLock
 from callsheet.trainer import Trainer
 from callsheet.trainer.arguments import duration, resolved_device
@@ -195,7 +196,8 @@ class Recipe(Generic[AnyConfig]):
         """Make the model, the data and the trainer, for a new run or to resume an existing one.
 
         Raises:
-            ConfigError: the data, the model or another value cannot be used; or the existing run belongs to another job.
+            ConfigError: the data, the model or another value cannot be used; the run's folder is not writable; or the existing run
+                belongs to another job.
             RunInUseError: another process trains in the run's folder.
         """
         config, folder = self.config, self.folder
@@ -205,6 +207,10 @@ class Recipe(Generic[AnyConfig]):
         lock = RunLock(folder)  # the Trainer takes over this lock of the run's folder
 
         def decide() -> list[str | None]:
+            if why := why_not_writable(folder):
+                raise ConfigError(
+                    f"cannot write to the run's folder {folder} ({why}); make it writable, or choose another runs_folder"
+                )
             with contextlib.suppress(OSError):  # if the lock cannot be acquired, the Trainer reports the error later
                 lock.acquire(config.lock_timeout_seconds)
             resume = resumable(folder, config.resume)

@@ -47,12 +47,14 @@ class Typed:
     def _options(self) -> dict[str, Any]:
         """Return the optimizer's options by name, for each parameter group.
 
-        For the learning rate, return the initial rate. If `initial_lr` is not stored, leave out a rate that a scheduler may change.
+        For the learning rate, return the initial rate. If `initial_lr` is not stored, leave out a rate that a scheduler may change. Also
+        leave out the momentum if a scheduler such as `OneCycleLR` changes it.
         """
         found: dict[str, Any] = {}
         for number, group in enumerate(getattr(self.part, "param_groups", ())):
             rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {} if self._rate_is_fixed else {"lr": None}
+            scheduled = {"initial_lr", *(("momentum", "betas") if "base_momentum" in group else ())}
             for name, value in {**group, **rate}.items():
-                if isinstance(value, (bool, int, float, str, tuple)) and name != "initial_lr":
+                if isinstance(value, (bool, int, float, str, tuple)) and name not in scheduled:
                     found[f"{name} (group {number})" if number else name] = value
         return found

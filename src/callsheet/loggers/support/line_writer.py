@@ -68,12 +68,13 @@ class LineWriter:
         self._thread.join()
         with self._writing:
             self._write()
-            waits = [name for name, file in self._files.items() if file.waits]
+            failures = {name: failure for name, file in self._files.items() if (failure := file.write()) is not None}
             for file in self._files.values():
                 file.close()
             self._files = {}
-        if waits:
-            raise OSError(f"the last lines of {', '.join(waits)} in {self._folder} could not be written; free space on the disk")
+        if failures:
+            reason = next(iter(failures.values()))
+            raise OSError(f"the last lines of {', '.join(failures)} in {self._folder} could not be written: {reason}")
 
     def _run(self) -> None:
         while not self._closed.is_set():
