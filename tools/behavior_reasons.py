@@ -20,11 +20,16 @@ RENAMED: dict[str, str] = {
     "TOLD_AT_EVALUATION": "FIRED_AT_EVALUATION",
     "TOLD_FROM": "FIRED_AT",
     "TOLD": "FIRED_AT",
+    "HOST_EVENTS": "FIRED_AT",
 }
 """Maps the old name of a field, metric, option or public name to the new one."""
 
-RENAMED_IN_TESTS = RENAMED | {"accumulate": "set_gradient_accumulation"}
-"""The same for the tests of rejected input, where `accumulate` is a method of `Control`."""
+RENAMED_IN_TESTS = RENAMED | {
+    "accumulate": "set_gradient_accumulation",
+    "test_what_is_too_large_is_refused": "test_a_payload_above_the_size_limit_is_rejected",
+    "test_what_the_loop_cannot_do_is_refused_and_leaves_nothing": "test_an_unsupported_request_is_rejected_and_not_kept",
+}
+"""The same for the tests of rejected input, where `accumulate` is a method of `Control`, and two tests have quite different names."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Reason:
 REWORDED = "The message is in plain English now (STYLE.md). The test, the rejected input and the class of the error are the same."
 
 NEW_NAMES = {
+    r"callsheet\.bridges\.instructlab/FIRED_AT": "The name of the table is the same in all hosts; it was `EVENT_MAP`.",
     r"callsheet\.bridges\.ultralytics": "New: the Ultralytics bridge.",
     r"callsheet\.plugins\.": "New: the plugins for axolotl and ms-swift.",
     r"callsheet\.launcher": "The module of `launch` is a public import path now.",
@@ -111,6 +117,9 @@ REASONS: tuple[Reason, ...] = (
         "changed",
     ),
     Reason("New: a wrong declaration of `requests` or `required_fields` is rejected.", "rejections", ".*halt", "added"),
+    Reason(
+        "The limit of a payload is checked for more kinds of values.", "rejections", ".*the value: .* bytes, more than", "added"
+    ),
     Reason(
         "New: a value that is nested too deeply to be compared is rejected with its path.",
         "rejections",

@@ -50,7 +50,8 @@ def expected(tests: Path, renamed: Mapping[str, str], subjects: Iterable[str] = 
             if name.startswith("test_"):
                 test = _Test(function, functions, helpers)
                 found += [
-                    Rejection(subject, _named(error, renamed), _plain(text, renamed), name) for error, text in test.expected()
+                    Rejection(subject, _named(error, renamed), _plain(text, renamed), renamed.get(name, name))
+                    for error, text in test.expected()
                 ]
     return found
 
