@@ -108,6 +108,19 @@ REASONS: tuple[Reason, ...] = (
         r"file/(settings|environment)\.json",
         "added",
     ),
+    Reason(
+        "The loss with class weights is 0, and not NaN, if the classes of all samples have weight 0. It is computed as a sum divided by the "
+        "weights, so its last bits differ.",
+        "(recipes|run_folders) classify",
+        r"(events|metrics) \d+/(checkpoint|results|values)/",
+        "changed",
+    ),
+    Reason(
+        "The manifest has the times of the save, whose numbers of digits vary.",
+        "(recipes|run_folders)",
+        r"events \d+/checkpoint/size_bytes",
+        "changed",
+    ),
     Reason("New fields of the records of events.", "(recipes|run_folders)", r"events \d+/(seconds|epochs)", "added"),
     Reason(
         "A resumed run keeps the records of the checkpoint's step that were logged after the checkpoint, such as those of an evaluation. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -119,6 +120,9 @@ def train(where: str, folder: Path, recorder: RecordsHooks) -> None:
     if where != "instructlab":  # after an error, InstructLab drops the hooks that it has not called yet
         with suppress(ArithmeticError):
             loop.train(replace(POINTS, loss=failing_loss()), folder / "error", [recorder], strict=False)
+        # A framework may not report the error. Then the garbage collection of the host ends the run, which must not happen
+        # while the next training is inside a hook.
+        gc.collect()
     if where in SPECIAL:
         SPECIAL[where](loop, folder / "special", recorder)
 
