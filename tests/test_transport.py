@@ -623,6 +623,16 @@ class Slots:
         self.began = self.token = random.SystemRandom().random()
 
 
+class OfAnotherFramework:
+    """An object whose class has a method with the name that callsheet reads."""
+
+    def transport_ignore(self) -> None: ...
+
+
+def test_a_method_called_transport_ignore_is_no_list_of_names() -> None:
+    assert fingerprint({"a": OfAnotherFramework()}) == fingerprint({"a": OfAnotherFramework()})
+
+
 class SlotsAndMore(Slots):
     """An object with slots and a `__dict__`."""
 

@@ -29,7 +29,7 @@ from callsheet.trainer.tasks import counts_of
 logger = logging.getLogger("callsheet")
 
 NO_BATCH: Any = object()
-"""What takes the place of a batch at the end of the data. None could be a batch."""
+"""Marks the end of the data. None cannot mark it, because a batch may be None."""
 
 
 class LogOptions(TypedDict, total=False):
@@ -136,9 +136,8 @@ class AttachedRun:
         epoch = state.timestamp.epoch
         while not self.is_over and epoch < count:
             yield epoch
-            if self._unobserved is None:
-                is_unchanged = state.timestamp.epoch == epoch and self._run.ctx.step == state.baseline.batch
-                if is_unchanged and not self.is_over:
+            if self._unobserved is None and not self.is_over:
+                if state.timestamp.epoch == epoch and self._run.ctx.step == state.baseline.batch:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )

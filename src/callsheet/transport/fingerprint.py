@@ -201,7 +201,9 @@ def _attributes(value: object, state: Any) -> dict[str, Any]:
 
 def _ignored(value: object) -> set[str]:
     """Return the names of the attributes that are not compared. Only a callback may name them itself instead of its class."""
-    return set(getattr(value if isinstance(value, Callback) else type(value), IGNORE_ATTRIBUTE, ()))
+    given = getattr(value if isinstance(value, Callback) else type(value), IGNORE_ATTRIBUTE, ())
+    # A class of another framework may have an attribute of this name that means something else.
+    return set(given) if isinstance(given, (tuple, list, set, frozenset)) else set()
 
 
 def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
