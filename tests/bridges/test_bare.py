@@ -214,6 +214,42 @@ def test_a_signal_saves_and_preempts_the_run(tmp_path: Path) -> None:
     check_events(recorder.events)
 
 
+def test_preempt_signals_may_be_a_single_name(tmp_path: Path) -> None:
+    class Kill(Callback):
+        def on_train_step_end(self, ctx: Context) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+    _, run = attached(3, [Kill()], folder=tmp_path, preempt_signals="SIGUSR1")
+    assert run.preempted
+    assert run.ctx.step == 1
+
+
+def test_handlers_of_an_evaluation_share_user_state_and_can_mute_handlers_of_training(tmp_path: Path) -> None:
+    class Watches(Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_train_step_end(self, ctx: Context) -> None:
+            self.steps.append(ctx.step)
+            ctx.user_state["step"] = ctx.step
+
+        def on_eval_end(self, ctx: Context) -> None:
+            ctx.user_state["evaluated after"] = ctx.user_state["step"]
+            ctx.mute(self, "on_train_step_end")
+
+    watches = Watches()
+    model, optimizer, data = parts()
+    with attach(model=model, optimizer=optimizer, callbacks=[watches], runs_folder=tmp_path) as run:
+        for _ in range(2):
+            for inputs, targets in run.steps(data):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run.evaluated({"validation": {"loss": 1.0}})
+    assert watches.steps == list(range(1, len(data) + 1))
+    assert run.ctx.user_state["evaluated after"] == len(data)
+
+
 def test_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
     class Interrupt(Callback):
         def on_train_step_end(self, ctx: Context) -> None:

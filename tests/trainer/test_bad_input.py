@@ -117,6 +117,7 @@ other_model = nn.Linear(2, 1)
         ({"task": nn.MSELoss}, r"task=.*MSELoss.*give a loss function"),
         ({"task": "mse"}, r"task='mse'"),
         ({"preempt_signals": ["SIGWINTER"]}, r"no signal 'SIGWINTER'"),
+        ({"preempt_signals": "SIGWINTER"}, r"no signal 'SIGWINTER'"),
     ],
 )
 def test_the_constructor_rejects_an_invalid_argument(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

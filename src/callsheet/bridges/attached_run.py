@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.giving_up import give_up
+from callsheet.bridges.host_base import end_run
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.loop_arguments import check_results
 from callsheet.bridges.loop_warnings import LoopWarnings
@@ -59,6 +60,7 @@ class AttachedRun:
         run.evaluation.before = run.eval.begin_all
         self._observe = partial(TrainingHooks, run, model, optimizer, scaler)
         self._hooks: Any = None  # set to the `TrainingHooks` when the `with` block starts
+        self._removed_at_end: list[Any] = []  # everything that observes the loop; each has a method `remove()`
         self._batches_per_step = gradient_accumulation_steps
         self._resume = resume
         self._support = SupportCheck(run.manager, run.host, strict=strict)
@@ -328,9 +330,7 @@ class AttachedRun:
             yield from self._unobserved.rest_of_epoch(batches, group, given)
 
     def _release(self) -> None:
-        self._run.signals.__exit__(None, None, None)
-        if self._hooks is not None:
-            self._hooks.remove()
+        end_run(self._run, self._removed_at_end)
 
     # --- the `with` block ---
 
@@ -362,6 +362,7 @@ class AttachedRun:
     def _begin(self) -> None:
         self._run.begin(self._resume)
         self._hooks = self._observe()
+        self._removed_at_end.append(self._hooks)
         self._run.signals.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:

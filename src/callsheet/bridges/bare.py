@@ -28,6 +28,7 @@ from callsheet.core.time import Time
 from callsheet.errors import names_unknown
 from callsheet.run.parts import Stateful
 from callsheet.run.run_names import check_run_name
+from callsheet.run.signals import PreemptSignals, signals_of
 
 _SHARED_ARGUMENTS = ("gradient_accumulation_steps", "max_duration", "log_interval", "loggers", "resume", "callbacks", "scheduler")
 """Arguments of the Trainer that `attach` has too."""
@@ -68,7 +69,7 @@ def attach(
     evaluate: Evaluates | None = None,
     config: Mapping[str, Any] | None = None,
     save_in_background: bool = False,
-    preempt_signals: Iterable[str] = ("SIGTERM",),
+    preempt_signals: PreemptSignals = ("SIGTERM",),
     timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
@@ -122,8 +123,7 @@ def attach(
         3
     """
     check_accumulation(gradient_accumulation_steps)
-    manager = manager_of(callbacks)
-    manager.add(loggers or ())
+    manager = manager_of(callbacks, loggers)
     check_model(model)
     optimizer = torch_optimizer(optimizer)
     check_others(scheduler=scheduler, evaluate=evaluate, config=config)
@@ -141,7 +141,7 @@ def attach(
             max_duration=max_duration,
             log_interval=log_interval,
             evaluates=evaluate,
-            signals=("SIGINT", *preempt_signals),
+            signals=("SIGINT", *signals_of(preempt_signals)),
             save_in_background=save_in_background,
             timeout_seconds=timeout_seconds,
             lock_timeout_seconds=lock_timeout_seconds,

@@ -8,25 +8,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from callsheet.core.run_state import TrainState
 from callsheet.errors import CallsheetError, FieldNotAvailable, HostError, is_from_signal_handler, is_users, text_of
-from callsheet.run.lifetime import Lifetime
 from callsheet.run.process_groups import HostGaveUp
 
+if TYPE_CHECKING:
+    from callsheet.bridges.observed_run import ObservedRun
+
 logger = logging.getLogger("callsheet")
-
-
-class ObservedRun(Protocol):
-    """Protocol of a run in another framework's loop that `give_up` can end as failed."""
-
-    host: str
-    state: TrainState
-    lifetime: Lifetime
-
-    def fail(self, error: BaseException) -> None:
-        """Fire `on_exception` and `on_run_end`, if they have not been fired."""
 
 
 def is_for_user(error: BaseException) -> bool:

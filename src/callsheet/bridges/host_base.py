@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from callsheet.bridges.giving_up import give_up, is_for_user
 from callsheet.bridges.hosted_run import HostedRun
+from callsheet.bridges.observed_run import ObservedRun
 from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.versions import check_versions
 from callsheet.core.callback import Callback
@@ -88,11 +89,11 @@ class HostBase:
 
     def _begin_run(
         self,
-        run: HostedRun,
+        run: ObservedRun,
         hooks: list[Any],
-        not_fired: tuple[str, ...],
+        not_fired: tuple[str, ...] = (),
         *,
-        end: Callable[[HostedRun, list[Any]], object] | None = None,
+        end: Callable[[Any, list[Any]], object] | None = None,
         **options: Any,
     ) -> None:
         """Begin `run`. The run's hooks are removed when the run ends, or at the latest when the host is garbage-collected.
@@ -102,15 +103,19 @@ class HostBase:
             hooks: the hooks that observe the loop; see `_hooks`.
             not_fired: the events that this host never fires.
             end: removes the hooks and ends the run. None: `end_run`.
-            options: the arguments of `HostedRun.begin`.
+            options: the arguments of the run's method `begin`.
         """
         run.fails_by(self._leave)
         run.signals.__enter__()
         self._hooks = hooks
         ends = functools.partial(end or end_run, run, hooks)
         self._ends = ends if self._IS_END_REPORTED else weakref.finalize(self, ends)
-        self._support(run).before_run(not_fired, run.control)
+        self._check_callbacks(run, not_fired)
         run.begin(**options)
+
+    def _check_callbacks(self, run: ObservedRun, not_fired: tuple[str, ...]) -> None:
+        """Before the run, raise an error (or log a warning) if a callback cannot work in the framework's loop."""
+        self._support(run).before_run(not_fired, run.control)
 
     def _after_step(self, run: HostedRun, loop: Any = None, *, may_skip_step: bool = False) -> None:
         """Check the first step. If a stop was requested, stop the framework's loop. Called if `HostedRun.end_step` returns True.
@@ -124,7 +129,7 @@ class HostBase:
             self._check_first_step(run, may_skip_step=may_skip_step)
         self._stop_if_asked(run, loop)
 
-    def _check_first_step(self, run: HostedRun, **options: Any) -> None:
+    def _check_first_step(self, run: Any, **options: Any) -> None:
         """After the run's first step, raise an error (or log a warning) if an event that has listeners was not fired.
 
         `options` are those of `SupportCheck.after_first_step`.
@@ -132,7 +137,7 @@ class HostBase:
         self._is_checked = True
         self._support(run).after_first_step(run.driver, **options)
 
-    def _support(self, run: HostedRun) -> SupportCheck:
+    def _support(self, run: ObservedRun) -> SupportCheck:
         """Return the object that checks whether the framework supports what the callbacks need; see `SupportCheck`."""
         return SupportCheck(run.manager, run.host, strict=self._strict)
 

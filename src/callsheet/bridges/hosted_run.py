@@ -17,10 +17,9 @@ from callsheet.bridges.count_check import CountCheck
 from callsheet.bridges.data_position import DataPosition
 from callsheet.bridges.epoch_position import EpochPosition
 from callsheet.bridges.eval_events import EvalEvents
-from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.host_parts import Evaluates, HostCheckpoints, HostEvaluation
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
-from callsheet.core.background import inner
+from callsheet.bridges.observed_run import ObservedRun
 from callsheet.core.callback import Callback
 from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.context import Boundary
@@ -35,7 +34,7 @@ from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_S
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run import Run, run_info
+from callsheet.run.run import run_info
 from callsheet.run.run_guard import checked_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import SignalWatch
@@ -46,7 +45,7 @@ _CHECKPOINT_EVENTS = ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_
 """The events of a checkpoint that the framework writes."""
 
 
-class HostedRun(Run):
+class HostedRun(ObservedRun):
     """A run of callsheet's callbacks in another framework's loop.
 
     A host, the adapter for that framework, reports to `driver` how far the loop has come.
@@ -107,7 +106,7 @@ class HostedRun(Run):
         device: torch.device | str | None = None,
         evaluates: Evaluates | None = None,
         able: Iterable[str] = ("stop", "save"),
-        signals: Collection[str] = (),
+        signals: Collection[str | int] = (),
         save_in_background: bool = False,
         saves: Callable[[tuple[Request, ...]], None] | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
@@ -144,7 +143,6 @@ class HostedRun(Run):
             lock_timeout=lock_timeout_seconds,
             is_busy=lambda _: self.is_busy(),
         )
-        self.log_ranks.start()
         self.parts: dict[str, Stateful] = {}
         """Objects whose states are saved in checkpoints, in addition to model, optimizer, scheduler and callbacks.
 
@@ -153,6 +151,7 @@ class HostedRun(Run):
         self._connect_parts(evaluates, saves, in_background=save_in_background)
         self.driver = self._made_driver()
         self.eval = EvalEvents(host, manager, self.ctx, self.driver, self.records.tally, self.evaluation.results)
+        self.eval_driver = self.eval.driver
         self.made: dict[str, dict[str, Any]] = {}
         """Results, by dataset name, of the evaluation that the loop carried out within the current step.
 
@@ -223,16 +222,8 @@ class HostedRun(Run):
             raise
 
     def _begin(self, resume: str | None, *, data_is_made: bool) -> None:
-        ctx = self.ctx
-        is_writing = self._writes_checkpoints or any(inner(each).writes_to_run_folder for each in self.manager.callbacks)
-        if self._has_own_name and is_writing:
-            try:
-                self.guard.acquire()
-            except BaseException as error:
-                # Close what the run has opened so far. `fail` fires no event here, because `on_run_start` was not fired.
-                self.lifetime.fail(error)
-                raise
-        self.lifetime.start()
+        is_writing = self._writes_checkpoints or self.has_writing_callbacks
+        self.start(locks=self._has_own_name and is_writing)
         shared: dict[str, Stateful] = {"state": self.state, "model": self.model, "tally": self.records.tally}
         for name, part in (("optimizer", self._optimizer), ("scheduler", self._scheduler)):
             if part is not None:
@@ -245,16 +236,12 @@ class HostedRun(Run):
         }
         self.checkpoints.optional.add("evaluation")
         self.load(shared, local, resume)
-        self.eval.ctx.muting = ctx.muting
-        for each in (ctx, self.eval.ctx):
+        for each in (self.ctx, self.eval.ctx):
             each.optimizer, each.scheduler = self._optimizer, self._scheduler
-            each.user_state = self.manager.user_state
-        if is_writing:
-            self.guard.begin()
         self.driver.start("data_init")
         if data_is_made:
             self.driver.end("data_init")
-        self.manager.between_steps(ctx.step)
+        self.begin_training(marks=is_writing)
         self.boundaries.begin()
 
     def finish(self) -> None:
@@ -278,22 +265,6 @@ class HostedRun(Run):
         self.records.fire_log(self.ctx)
         self.boundaries.finish()
         self.boundaries.conclude()
-
-    def fail(self, error: BaseException) -> None:
-        """End the run as failed because an exception has left the loop: fire `on_exception` and `on_run_end`."""
-        self.driver.forget()
-        self.eval.driver.forget()
-        self.groups.publish_failure(self.ctx.step, error)
-        self.lifetime.fail(error)
-        self.lifetime.end()
-
-    def fails_by(self, leave: Callable[[Exception], None]) -> None:
-        """Store `leave`, a method of the host, which is called with each error that is raised in a hook that observes the loop.
-
-        `leave` raises an error if the user must know about it. Otherwise, the user's training continues. Only a weak reference to
-        the host is kept.
-        """
-        self.driver.give_up = self.eval.driver.give_up = weakly(leave)
 
     def finish_undone(self, boundary: Boundary, position: EpochPosition | DataPosition) -> bool:
         """In a resumed run, carry out the evaluation that a signal prevented at the end of a step or epoch (`boundary`).

@@ -42,6 +42,7 @@ class SupportCheck:
         host: the name of the host in messages.
         strict: whether to raise an error; otherwise a warning is logged.
         hint: the end of an error message, which says what the user can do.
+        causes: for each span that may be missing in the first step, the probable cause and what to do.
 
     Raises:
         NotSupported: raised by the methods, with `strict`; the message names events or requests, callbacks and host.
@@ -54,12 +55,14 @@ class SupportCheck:
         *,
         strict: bool,
         hint: str = "leave the callback out, or pass strict=False to train without that event",
+        causes: Mapping[str, str] = _MISSING_SPAN_CAUSES,
     ) -> None:
         self._manager = manager
         self._host = host
         self.strict = strict
         """Whether unsupported needs of callbacks raise an error. Otherwise, a warning is logged."""
         self._hint = hint
+        self._causes = causes
 
     def before_run(self, never: Collection[str], control: Control) -> None:
         """Before a run, raise an error (or log a warning) if a callback cannot work in the framework's loop.
@@ -97,7 +100,7 @@ class SupportCheck:
         elif without_step and self.strict:
             raise NotSupported(without_step)
         for span, event in events_of(driver.synthesized):
-            self._reject_listeners(event, "did not fire in its first step", _MISSING_SPAN_CAUSES.get(span, ""))
+            self._reject_listeners(event, "did not fire in its first step", self._causes.get(span, ""))
         driver.synthesized.clear()
 
     def served(self, never: Collection[str]) -> Callable[[Any], bool]:

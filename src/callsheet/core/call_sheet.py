@@ -162,6 +162,9 @@ class Dispatcher(Protocol):
     current: Event | None
     """The event that is being fired, which `ctx.event` returns; None if no event is being fired."""
 
+    def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None) -> None:
+        """Stop calling the callback's handlers for these events, or call them again; see `Context.mute`."""
+
 
 class CallSheet:
     """The table of all handlers in the order of calls, with event, phase, callback, ranks, lane (thread) and interval."""

@@ -8,9 +8,16 @@ from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
 
 
-def manager_of(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager:
-    """Return the argument `callbacks` of a loop as a manager (an empty manager for None). Raise the same errors as `CallbackManager.add`."""
-    return callbacks if isinstance(callbacks, CallbackManager) else CallbackManager(callbacks if callbacks is not None else ())
+def manager_of(
+    callbacks: CallbackManager | Callback | Iterable[Callback] | None, loggers: Iterable[Callback] | None = None
+) -> CallbackManager:
+    """Return the argument `callbacks` of a loop as a manager (an empty manager for None), to which `loggers` are added.
+
+    Raise the same errors as `CallbackManager.add`.
+    """
+    manager = callbacks if isinstance(callbacks, CallbackManager) else CallbackManager(callbacks if callbacks is not None else ())
+    manager.add(loggers or ())
+    return manager
 
 
 def normalize_callbacks(callbacks: CallbackManager | Callback | Iterable[Callback] | None) -> CallbackManager | None:

@@ -117,7 +117,6 @@ class Context:
         "is_filler",
         "kept",
         "loss_is_new",
-        "muting",
         "samples_in_all",
         "tally",
     )
@@ -189,8 +188,6 @@ class Context:
         """In an evaluation, the number of samples in the batches of all ranks, without fillers; None if it is not known."""
         self.eval_samples: int | None = None
         """At the end of an evaluation, the number of its samples on all ranks, without fillers; None if it is not known."""
-        self.muting: Callable[[Context, Callback, tuple[str, ...], bool, int | None], None] | None = None
-        """The function that `mute` and `unmute` call. The callback manager sets this attribute."""
         self.tally: SampleCounter | None = None
         """Counts the samples that `state.timestamp` does not contain yet. None if the loop counts none."""
         self.dispatcher: Dispatcher | None = None
@@ -221,7 +218,7 @@ class Context:
             accumulator=accumulator if accumulator is not None else self._accumulator,
             loggers=self._loggers,
         )
-        other.step, other.epoch, other.muting, other.excuse = self.step, self.epoch, self.muting, self.excuse
+        other.step, other.epoch, other.excuse = self.step, self.epoch, self.excuse
         other.dispatcher, other.tally = self.dispatcher, self.tally
         for name in ("optimizer", "scheduler"):
             if self.has(name):
@@ -332,8 +329,8 @@ class Context:
             RegistrationError: the callback is not on the run's call sheet.
             RequestRejected: the caller is a callback in a lane (another thread or process).
         """
-        if self.muting is not None:
-            self.muting(self, callback, events, True, until)
+        if self.dispatcher is not None:
+            self.dispatcher.mute(self, callback, events, True, until)
 
     def unmute(self, callback: Callback, *events: str) -> None:
         """Call the callback's handlers for these events again, after `mute` has stopped calling them.
@@ -347,8 +344,8 @@ class Context:
             RegistrationError: the callback is not on the run's call sheet.
             RequestRejected: the caller is a callback in a lane (another thread or process).
         """
-        if self.muting is not None:
-            self.muting(self, callback, events, False, None)
+        if self.dispatcher is not None:
+            self.dispatcher.mute(self, callback, events, False, None)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks. This is a collective: every rank must call it.

@@ -293,7 +293,6 @@ class CallbackManager:
             check_interval(entry, ctx)
         ctx.user_state = self.user_state
         ctx.kept = self._kept()
-        ctx.muting = self._muting.mute
         ctx.dispatcher = self
         self._ctx = weakref.ref(ctx)
         self._is_over = False
@@ -302,6 +301,22 @@ class CallbackManager:
         if self._table.lanes is not None:
             self._table.lanes.reset()
         self._table.open(ctx.run.ranks)
+
+    def mute(self, ctx: Context, callback: Callback, events: tuple[str, ...], is_muted: bool, until: int | None = None) -> None:
+        """Stop calling the callback's handlers for these events, or call them again. `Context.mute` and `Context.unmute` call this.
+
+        Args:
+            ctx: the context of the run.
+            callback: the callback whose handlers are muted or unmuted.
+            events: the names of the events.
+            is_muted: True to stop calling the handlers, False to call them again.
+            until: the step at whose beginning the handlers are unmuted. None: they stay muted until the run's end.
+
+        Raises:
+            UnknownEventError: no such event.
+            RegistrationError: the callback is not on the run's call sheet.
+        """
+        self._muting.mute(ctx, callback, events, is_muted, until)
 
     def notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         """Call a logger method, such as `log_table`, on every callback that has this method. Errors are logged and do not end the run.

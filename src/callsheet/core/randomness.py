@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from callsheet.core.ranks import Ranks
 
 
 def random_state() -> dict[str, Any]:
@@ -43,6 +48,20 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if torch is not None:
         torch.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int | None, ranks: Ranks) -> Iterator[None]:
+    """Seed all random states: with `seed` at the start of the `with` block, and at its end with another seed on each rank.
+
+    So the block draws the same random numbers on all ranks, and later code, for example dropout, draws different ones. With one
+    rank, the states are seeded only at the start. If `seed` is None, nothing is seeded.
+    """
+    if seed is not None:
+        seed_all(seed)
+    yield
+    if seed is not None and ranks.world_size > 1:
+        seed_all(seed + ranks.rank)
 
 
 def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:

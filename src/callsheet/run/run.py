@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from callsheet.checkpoint import plain_copy
+from callsheet.core.background import inner
 from callsheet.core.context import Context
 from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
@@ -134,6 +135,7 @@ class Run:
             info,
             state=state,
             model=model,
+            user_state=manager.user_state,
             control=control,
             accumulator=self.records.metrics,
             loggers=self._notify_loggers,
@@ -145,6 +147,12 @@ class Run:
         # The lifetime calls these functions in reverse order, so the lock of the run's folder is released last.
         for close in (self.guard.end, groups.close, self.agreement.end, log_ranks.end):
             lifetime.at_end(close)
+        log_ranks.start()
+
+    @property
+    def has_writing_callbacks(self) -> bool:
+        """Whether any callback writes to the run's folder."""
+        return any(inner(each).writes_to_run_folder for each in self.manager.callbacks)
 
     def _notify_loggers(self, method: str, ctx: Context, /, **payload: Any) -> None:
         if method == "log_hyperparameters":
@@ -162,6 +170,26 @@ class Run:
     def spans(self) -> Spans:
         """The spans that the loop uses to fire its events."""
         return self.manager.spans(self.ctx)
+
+    def start(self, *, locks: bool) -> None:
+        """Compile the table of all handlers for this run, and fire `on_run_start`. If `locks`, first lock the run's folder.
+
+        Raises:
+            RunInUseError: another process trains in the run's folder. The run is ended before the error is raised.
+        """
+        if locks:
+            try:
+                self.guard.acquire()
+            except BaseException as error:
+                self.lifetime.fail(error)  # closes what the run has opened; no event is fired, because the run has not started
+                raise
+        self.lifetime.start()
+
+    def begin_training(self, *, marks: bool) -> None:
+        """Begin to time and unmute handlers. If `marks`, first mark the run's folder; see `RunGuard.begin`."""
+        if marks:
+            self.guard.begin()
+        self.manager.between_steps(self.ctx.step)
 
     def connect(
         self,

@@ -20,7 +20,15 @@ from callsheet.errors import ConfigError
 GRACE_SECONDS = 30.0
 """How long launchers commonly wait between SIGTERM and SIGKILL."""
 
+PreemptSignals = str | int | Iterable[str | int]
+"""One or several signals: names such as `"SIGTERM"`, or numbers."""
+
 _active: list[SignalWatch] = []  # the watches whose `with` blocks are running, outermost first
+
+
+def signals_of(preempt_signals: PreemptSignals) -> tuple[str | int, ...]:
+    """Return the argument `preempt_signals` of a loop, which is one signal or several, as a tuple."""
+    return (preempt_signals,) if isinstance(preempt_signals, (str, int)) else tuple(preempt_signals)
 
 
 class SignalWatch:

@@ -8,6 +8,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +23,7 @@ from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.control import Control, Request
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager
-from callsheet.core.randomness import seed_all
+from callsheet.core.randomness import seeded
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
@@ -33,7 +34,7 @@ from callsheet.run.log_ranks import LogRanks, LogRanksChoice
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import Run, run_info
-from callsheet.run.signals import GRACE_SECONDS, SignalWatch
+from callsheet.run.signals import GRACE_SECONDS, PreemptSignals, SignalWatch, signals_of
 from callsheet.run.typed_state import Typed
 from callsheet.trainer.arguments import (
     agreed_name_and_seed,
@@ -184,7 +185,7 @@ class Trainer:
         resume: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         device: str | torch.device = "auto",
-        preempt_signals: str | Iterable[str | int] = ("SIGTERM",),
+        preempt_signals: PreemptSignals = ("SIGTERM",),
         grace_seconds: float = GRACE_SECONDS,
         timeout_seconds: float = TIMEOUT_SECONDS,
         lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
@@ -195,37 +196,31 @@ class Trainer:
         check_arguments(arguments)
         ranks = read_ranks()
         self.device = resolved_device(device, ranks)
-        self.model = model
-        self.task = resolve_task(task, model, metrics)
-        parallel = parallel if isinstance(parallel, Parallel) else Parallel(parallel)
-        self._precision = Precision(precision, self.device)
-        self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
-        has_microbatches = gradient_accumulation_steps > 1 or microbatch_size is not None
-        check_cuda_graphs(compile, self.device, has_microbatches=has_microbatches)
+        self.model, self.task = model, resolve_task(task, model, metrics)
         self.epochs_per_round = epochs_per_round
-        log_every = log_boundary(log_interval)
+        self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
+        self._precision = Precision(precision, self.device)
+        check_cuda_graphs(compile, self.device, has_microbatches=gradient_accumulation_steps > 1 or microbatch_size is not None)
+        parallel = parallel if isinstance(parallel, Parallel) else Parallel(parallel)
+        log_every, printing_ranks = log_boundary(log_interval), LogRanks(log_ranks, ranks)
         eval_every = Interval.of("eval_interval", eval_interval) if eval_interval is not None else None
-        self.callbacks = manager_of(callbacks)
-        self.callbacks.add(loggers or ())
-        self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
-        self.state = TrainState(max_duration=duration(max_duration, self.epochs_per_round))
-        self.control = Control(able={"stop", "save", "evaluate", "set_gradient_accumulation"}, is_shared=ranks.world_size > 1)
-        preempt_signals = (preempt_signals,) if isinstance(preempt_signals, str) else tuple(preempt_signals)
-        self._signals = SignalWatch(("SIGINT", *preempt_signals), grace=grace_seconds)
-        printing_ranks = LogRanks(log_ranks, ranks)
         evaluators = named_evaluators(eval_dataloader)
+        self.callbacks = manager_of(callbacks, loggers)
+        self.callbacks.add(progress_shown(progress, ranks, self.callbacks.callbacks))
+        self.state = TrainState(max_duration=duration(max_duration, epochs_per_round))
+        self.control = Control(able={"stop", "save", "evaluate", "set_gradient_accumulation"}, is_shared=ranks.world_size > 1)
+        signals = SignalWatch(("SIGINT", *signals_of(preempt_signals)), grace=grace_seconds)
+
         groups = ProcessGroups(ranks, self.device, timeout_seconds)
         name, data_seed = agreed_name_and_seed(groups, arguments, evaluators, self.callbacks.callbacks)
         self.run = run_info(name, runs_folder, ranks, self.device, config, checkpoints_folder)
-        the_task = self.task  # a lambda that refers to `self` would keep the trainer alive
-        self._batches = TrainBatches(groups, data_seed, shard=shard_data, count_samples=lambda batch: the_task.counts(batch)[0])
         self._run = run = Run(
             self.callbacks,
             self.run,
             model=model,
             state=self.state,
             control=self.control,
-            signals=self._signals,
+            signals=signals,
             groups=groups,
             log_every=log_every,
             device=self.device,
@@ -238,15 +233,13 @@ class Trainer:
         # End the run when the trainer is garbage-collected, or when the process exits.
         self._end = weakref.finalize(self, run.lifetime.end)
         with run.lifetime, self._doing("set-up"):
-            if run_name is not None and train_dataloader is not None and optimizer is not None:
-                run.guard.acquire()
-            run.log_ranks.start()
-            run.lifetime.start()
-            if seed is not None:
-                seed_all(seed)
-            self._parallel = self._prepared_model(parallel, compile)
-            self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
-            self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
+            run.start(locks=run_name is not None and train_dataloader is not None and optimizer is not None)
+            with seeded(seed, ranks):
+                self._parallel = self._prepared_model(parallel, compile)
+                self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
+                self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
+            count_samples = partial(_samples_in, self.task)  # a reference to `self` would keep the trainer alive
+            self._batches = TrainBatches(groups, data_seed, shard=shard_data, count_samples=count_samples)
             self._evaluation = Evaluation(
                 run, self._parallel.module, self.task, self.device, every=eval_every, precision=self._precision, shard=shard_data
             )
@@ -264,11 +257,8 @@ class Trainer:
                     microbatch_size=microbatch_size,
                     gradient_accumulation_steps=gradient_accumulation_steps,
                     clip_grad_norm=clip_grad_norm,
-                    epochs_per_round=self.epochs_per_round,
+                    epochs_per_round=epochs_per_round,
                 )
-            if seed is not None and groups.size > 1:
-                # Every rank gets a different seed, since ranks must draw different numbers, for example in dropout.
-                seed_all(seed + groups.rank)
             run.load(*self._parts(), resume, {name: arguments[name] for name in _RECORDED_ARGUMENTS})
             self.ctx.optimizer, self.ctx.scheduler = self.optimizer, self.scheduler
             with run.spans.data_init:
@@ -357,9 +347,8 @@ class Trainer:
                 self.state.max_duration = longer
             self._warn_of_long_intervals()
             warn_of_short_schedule(self.scheduler, self.state)
-            self._run.guard.begin()
-            with self._signals:
-                self.callbacks.between_steps(self.ctx.step)
+            with self._run.signals:
+                self._run.begin_training(marks=True)
                 self._run.boundaries.begin()
                 self._loop.run()
                 self._run.boundaries.finish()
@@ -577,3 +566,7 @@ class Trainer:
             "parallel='fsdp' on several ranks": self._parallel.kind != "fsdp",
         }
         return [hint for hint, is_left in tried.items() if is_left]
+
+
+def _samples_in(task: Task, batch: Any) -> int:
+    return task.counts(batch)[0]

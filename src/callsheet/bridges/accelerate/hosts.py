@@ -34,6 +34,7 @@ from callsheet.errors import NotSupported, RequestRejected, mark_as_users
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.parts import Stateful
 from callsheet.run.run_names import check_resume
+from callsheet.run.signals import PreemptSignals, signals_of
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -56,7 +57,7 @@ def host(
     resume: str | os.PathLike[str] | None = None,
     evaluate: Evaluates | None = None,
     config: Mapping[str, Any] | None = None,
-    preempt_signals: Iterable[str] = ("SIGTERM",),
+    preempt_signals: PreemptSignals = ("SIGTERM",),
     timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
@@ -117,7 +118,7 @@ def host(
             device=accelerator.device,
             evaluates=evaluate,
             saves=lambda requests: me._save_as_requested(),  # the AcceleratedRun outlives its HostedRun
-            signals=("SIGINT", *preempt_signals),
+            signals=("SIGINT", *signals_of(preempt_signals)),
             timeout_seconds=timeout_seconds,
             lock_timeout_seconds=lock_timeout_seconds,
         ),
@@ -158,7 +159,6 @@ class AcceleratedRun(AttachedRun):
             strict=strict,
         )
         self._accelerator = accelerator
-        self._patches: list[RecordTracker | WrappedMethods] = []
         self._loaded: Mapping[str, Any] | None = None
         self._is_inside = False  # whether the loop is inside the `with` block of this run
         self._microbatches = 0  # how many microbatches the current step has had so far
@@ -172,13 +172,11 @@ class AcceleratedRun(AttachedRun):
         methods = WrappedMethods(self._accelerator)
         methods.wrap("clip_grad_norm_", self._clip)
         methods.wrap("save_state", self._save_state)
-        self._patches = [methods, RecordTracker(self._accelerator, self.ctx, weakly(self._give_up))]
+        self._removed_at_end += [methods, RecordTracker(self._accelerator, self.ctx, weakly(self._give_up))]
 
     def _release(self) -> None:
-        super()._release()
         self._is_inside = False
-        for patch in self._patches:
-            patch.remove()
+        super()._release()
 
     def steps(self, dataloader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one epoch. A resumed run leaves out the batches that it has already trained on.

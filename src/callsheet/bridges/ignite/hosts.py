@@ -34,6 +34,7 @@ from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, ConfigError, NotSupported
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL, TIMEOUT_SECONDS
 from callsheet.run.parts import Stateful
+from callsheet.run.signals import PreemptSignals, signals_of
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -53,7 +54,7 @@ def host(
     run_name: str | None = None,
     runs_folder: str | os.PathLike[str] = "runs",
     config: Mapping[str, Any] | None = None,
-    preempt_signals: Iterable[str] = (),
+    preempt_signals: PreemptSignals = (),
     timeout_seconds: float = TIMEOUT_SECONDS,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
     strict: bool = True,
@@ -108,7 +109,7 @@ def host(
         config=config,
         log_interval=log_interval,
         timeout_seconds=timeout_seconds,
-        signals=tuple(preempt_signals),
+        signals=signals_of(preempt_signals),
         lock_timeout_seconds=lock_timeout_seconds,
     )
 

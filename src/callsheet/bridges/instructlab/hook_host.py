@@ -11,20 +11,20 @@ import importlib
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from callsheet.bridges.host_base import HostBase, end_run, in_a_run, observing
+from callsheet.bridges.host_base import HostBase, in_a_run, observing
 from callsheet.bridges.instructlab import names
 from callsheet.bridges.instructlab.events import NOT_FIRED, NOT_SEEN
 from callsheet.bridges.instructlab.internals import CALLBACKS, PACKAGE, are_callbacks_missing
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.instructlab.run import HOST, UNAVAILABLE_FIELDS, HookedRun
-from callsheet.bridges.support_check import SupportCheck, events_of
+from callsheet.bridges.observed_run import ObservedRun
+from callsheet.bridges.support_check import SupportCheck
 from callsheet.bridges.versions import check_version
 from callsheet.core.background import inner
 from callsheet.core.callback import Callback
@@ -135,9 +135,8 @@ class InstructLabHost(HostBase):
         self, callbacks: CallbackManager | Callback | Iterable[Callback] | None, *, strict: bool, lock_timeout_seconds: float
     ) -> None:
         super().__init__(callbacks, strict=strict)
-        self._check = SupportCheck(
-            self.manager, HOST, strict=strict, hint="leave the callback out, or pass strict=False to continue without that"
-        )
+        hint = "leave the callback out, or pass strict=False to continue without that"
+        self._check = SupportCheck(self.manager, HOST, strict=strict, hint=hint, causes={})
         self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
         # InstructLab's context at a save after an epoch's last step, until the epoch ends and the events of this save are fired.
         # Otherwise None.
@@ -191,12 +190,11 @@ class InstructLabHost(HostBase):
             if each.collective and read_ranks().world_size > 1:
                 self._check.reject([each], f"calls collectives, which would interleave with those of {HOST}")
 
-    def _reject_listeners_of_not_fired(self, run: HookedRun) -> None:
-        """After the first step, raise an error (or log a warning) if callbacks listen to events that were not fired in that step."""
-        self._is_checked = True
-        for _, event in events_of(run.driver.synthesized - _SPANS_WITHOUT_HOOK):
-            for each in self._check.listeners(event):
-                self._check.reject([each], f"listens to {event}, which {HOST} did not fire in its first step")
+    def _support(self, run: ObservedRun) -> SupportCheck:
+        return self._check
+
+    def _check_callbacks(self, run: ObservedRun, not_fired: tuple[str, ...]) -> None:
+        """Do nothing, because the callbacks were checked when the host was created."""
 
     # --- InstructLab's hooks ---
 
@@ -206,8 +204,7 @@ class InstructLabHost(HostBase):
         self._forget_earlier_run()
         self._saved = None
         self._run = run = HookedRun(self.manager, context, lock_timeout=self._lock_timeout_seconds)
-        self._ends = weakref.finalize(self, end_run, run, [])
-        run.begin(context)
+        self._begin_run(run, [], context=context)
 
     def _handle(self, method: Callable[..., None], context: TrainingContext) -> None:
         """Call `method`, which handles a hook, unless InstructLab has called the hook too late or twice.
@@ -284,7 +281,8 @@ class InstructLabHost(HostBase):
         """End the step and make its metrics record, because the step's metrics are known now."""
         run.driver.end_step()
         if not self._is_checked:
-            self._reject_listeners_of_not_fired(run)
+            run.driver.synthesized -= _SPANS_WITHOUT_HOOK
+            self._check_first_step(run)
         run.fire_record(context)
 
     @in_a_run

@@ -15,8 +15,8 @@ from callsheet.bridges.count_check import CountCheck, Counts
 from callsheet.bridges.host_states import STATE
 from callsheet.bridges.instructlab.names import TrainingContext
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.bridges.observed_run import ObservedRun
 from callsheet.checkpoint import read_checkpoint, write_checkpoint
-from callsheet.core.background import inner
 from callsheet.core.context import Boundary, Context
 from callsheet.core.control import Control
 from callsheet.core.manager import CallbackManager
@@ -27,7 +27,7 @@ from callsheet.errors import NotSupported
 from callsheet.run.costs import publish_costs
 from callsheet.run.log_ranks import LogRanks
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run import Run, run_info
+from callsheet.run.run import run_info
 from callsheet.run.settings import settings_of
 from callsheet.run.signals import SignalWatch
 
@@ -54,7 +54,12 @@ class _ContextWithoutModel(Context):
 
     def sibling(self, accumulator: Any = None) -> Context:
         return _ContextWithoutModel(
-            self.run, state=self.state, control=self.control, accumulator=self._accumulator, loggers=self._loggers
+            self.run,
+            state=self.state,
+            user_state=self.user_state,
+            control=self.control,
+            accumulator=self._accumulator,
+            loggers=self._loggers,
         )
 
     def gather(self, value: Any) -> list[Any]:
@@ -64,7 +69,7 @@ class _ContextWithoutModel(Context):
         return [value]
 
 
-class HookedRun(Run):
+class HookedRun(ObservedRun):
     """A run of callsheet's callbacks in InstructLab's training, from `on_train_begin` to `on_train_end`."""
 
     host = HOST
@@ -91,7 +96,6 @@ class HookedRun(Run):
             # InstructLab calls no hook when its training fails, so a run that has not ended must not block a new run.
             is_busy=lambda lifetime: False,
         )
-        self.log_ranks.start()
         self._metrics = self.records.metrics
         self.counts = CountCheck(HOST, self.ctx)
         self._counted = Counts()  # InstructLab's counts of steps and epochs at the latest check
@@ -134,23 +138,15 @@ class HookedRun(Run):
             RunInUseError: another process trains in the run's folder.
         """
         ctx = self.ctx
-        is_writing = any(inner(each).writes_to_run_folder for each in self.manager.callbacks)
-        if is_writing:
-            self.guard.acquire()
-        self.lifetime.start()
+        self.start(locks=self.has_writing_callbacks)
         with self.spans.checkpoint_load:
             ctx.checkpoint = self._load(context)
         ctx.close("on_checkpoint_load_end")
         ctx.step, ctx.epoch = self.state.timestamp.batch, self.state.timestamp.epoch
         self.notify_loggers_of_settings(settings_of(None, None, None, self.manager.callbacks, {}))
-        self.eval_ctx.muting = ctx.muting
-        for each in (ctx, self.eval_ctx):
-            each.user_state = self.manager.user_state
         with self.spans.data_init:
             pass
-        if is_writing:
-            self.guard.begin()
-        self.manager.between_steps(ctx.step)
+        self.begin_training(marks=self.has_writing_callbacks)
         self.counts.follow(lambda: self._counted)
         self.driver.start("round")
 
@@ -189,13 +185,6 @@ class HookedRun(Run):
         if self.state.timestamp.batch != self.state.baseline.batch:
             self._counted = Counts(self.step_of(context) - is_before_step, epochs)
             self.counts.check()
-
-    def fail(self, error: BaseException) -> None:
-        """End the run because of a callback's error. InstructLab's training continues."""
-        self.driver.forget()
-        self.eval_driver.forget()
-        self.lifetime.fail(error)
-        self.lifetime.end()
 
     # --- the position in training ---
 

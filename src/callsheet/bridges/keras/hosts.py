@@ -12,6 +12,7 @@ from torch import nn  # imported before Keras, which otherwise may import the pa
 
 from callsheet.errors import ConfigError, NotSupported
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL
+from callsheet.run.signals import PreemptSignals, signals_of
 
 try:
     import keras
@@ -51,7 +52,7 @@ def host(
     runs_folder: str | os.PathLike[str] = "runs",
     resume: str | os.PathLike[str] | None = None,
     log_interval: str | int | Time = LOG_INTERVAL,
-    preempt_signals: Iterable[str] = (),
+    preempt_signals: PreemptSignals = (),
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> KerasHost:
     """Wrap the callbacks in one Keras callback, for `model.fit(..., callbacks=[host([...])])`, `evaluate` or `predict`; torch backend only.
@@ -92,7 +93,7 @@ def host(
         run_name=run_name,
         runs_folder=runs_folder,
         log_interval=log_interval,
-        signals=tuple(preempt_signals),
+        signals=signals_of(preempt_signals),
         lock_timeout_seconds=lock_timeout_seconds,
     )
 

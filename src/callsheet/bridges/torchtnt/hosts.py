@@ -33,6 +33,7 @@ from callsheet.core.run_state import CheckpointInfo
 from callsheet.core.time import Time
 from callsheet.errors import CheckpointError, FieldNotAvailable, NotSupported
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, LOG_INTERVAL
+from callsheet.run.signals import PreemptSignals, signals_of
 from callsheet.trainer.tasks import counts_of
 
 logger = logging.getLogger("callsheet")
@@ -47,7 +48,7 @@ def host(
     runs_folder: str | os.PathLike[str] = "runs",
     resume: str | os.PathLike[str] | None = None,
     log_interval: str | int | Time = LOG_INTERVAL,
-    preempt_signals: Iterable[str] = (),
+    preempt_signals: PreemptSignals = (),
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> TorchTNTHost:
     """Wrap the callbacks in one torchtnt callback, for `fit(unit, ..., callbacks=[host([...])])`, `train`, `evaluate` or `predict`.
@@ -88,7 +89,7 @@ def host(
         run_name=run_name,
         runs_folder=runs_folder,
         log_interval=log_interval,
-        signals=tuple(preempt_signals),
+        signals=signals_of(preempt_signals),
         lock_timeout_seconds=lock_timeout_seconds,
     )
 
