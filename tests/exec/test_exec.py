@@ -269,6 +269,7 @@ def test_a_callback_that_acts_on_training_is_rejected_by_name(script: Path, call
     ("words", "message"),
     [
         (["nothing.py"], "there is no script nothing.py"),
+        (["."], "the folder . has no __main__.py; give the path of a script"),
         ([], "give a script, or -m and the name of a module"),
         (["--log_interval", "0", "train.py"], "is not a whole number above 0"),
         (["--callbacks", "none.yaml", "train.py"], "the file of callbacks none.yaml: No such file"),

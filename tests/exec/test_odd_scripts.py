@@ -393,8 +393,16 @@ def test_a_second_run_with_the_same_name_gets_its_own_folder(tmp_path: Path) -> 
 def test_a_module_that_does_not_exist_is_an_error_without_a_traceback(tmp_path: Path) -> None:
     observed = executed(tmp_path, exec_words=["-m", "nothing_here.train"])
     assert observed.returncode == 1
-    assert "-m nothing_here.train: No module named 'nothing_here'" in observed.stderr
-    assert "Traceback" not in observed.stderr
+    assert observed.stderr == "callsheet exec: -m nothing_here.train: No module named 'nothing_here'\n"
+
+
+def test_a_script_with_a_syntax_error_gets_only_python_s_message(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nloss = (\n")
+    observed = executed(tmp_path, exec_words=["train.py"])
+    assert observed.returncode == 1
+    assert observed.stderr.startswith("  File ")
+    assert observed.stderr.endswith("SyntaxError: '(' was never closed\n")
+    assert "no training was recognized" not in observed.stderr
 
 
 NEW_LOADERS = f"""{_BEGIN}

@@ -29,7 +29,7 @@ from callsheet.exec.ignite_engines import IgniteEngines
 from callsheet.exec.import_watch import ImportWatch
 from callsheet.exec.messages import log_failure, warn
 from callsheet.exec.observers import observers_of
-from callsheet.exec.script import Script
+from callsheet.exec.script import Script, is_from_script
 from callsheet.run.reasons import is_secret, one_line
 from callsheet.run.run_names import check_run_name, new_name
 
@@ -134,7 +134,7 @@ class Observation:
             self.engines.remove()
             if self.finder is not None:
                 self.finder.remove()
-            self._report()
+            self._report(has_begun=error is None or is_from_script(error))
         except Exception as fault:
             log_failure("the observation could not be ended in order", fault)
 
@@ -268,10 +268,11 @@ class Observation:
         warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
         return loop
 
-    def _report(self) -> None:
+    def _report(self, *, has_begun: bool) -> None:
+        """Print a summary of each run, or that no training was recognized, unless the script could not be started (`has_begun`)."""
         if read_ranks().rank != 0:
             return
-        if not self._ended and not self._has_trained:
+        if has_begun and not self._ended and not self._has_trained:
             reason = (
                 "no optimizer of torch has stepped in this process; use callsheet.attach if it trains in another way"
                 if "torch" in sys.modules

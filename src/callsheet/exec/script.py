@@ -27,7 +27,7 @@ class Script:
         is_module: whether `target` is a module, as after `python -m`.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: there is no such script, or the folder has no `__main__.py`.
     """
 
     target: str
@@ -35,8 +35,12 @@ class Script:
     is_module: bool
 
     def __post_init__(self) -> None:
-        if not self.is_module and not Path(self.target).exists():
+        if self.is_module:
+            return
+        if not (path := Path(self.target)).exists():
             raise ConfigError(f"there is no script {self.target}; give a path, or -m and the name of a module")
+        if path.is_dir() and not (path / "__main__.py").exists():
+            raise ConfigError(f"the folder {self.target} has no __main__.py; give the path of a script")
 
     @property
     def name(self) -> str:
@@ -96,6 +100,12 @@ def _run(code: CodeType, **attributes: Any) -> None:
     if "__mp_main__" in sys.modules:  # in a spawned process, objects of `__main__` are pickled with this module name
         sys.modules["__mp_main__"] = module
     exec(code, module.__dict__)
+
+
+def is_from_script(error: BaseException) -> bool:
+    """Return whether the script has raised the error, and not callsheet or Python before the script's first line was executed."""
+    begin = _from_script(error.__traceback__)
+    return begin is not None and begin.tb_frame.f_globals.get("__name__") == "__main__"
 
 
 def hide_our_frames(error: BaseException) -> None:
