@@ -74,7 +74,7 @@ other_model = nn.Linear(2, 1)
         ({"train_dataloader": []}, r"train_dataloader has no batches"),
         ({"train_dataloader": list}, r"train_dataloader has no batches"),
         ({"train_dataloader": stream()}, r"train_dataloader is an iterator.*give a dataloader, a list, or a function"),
-        ({"train_dataloader": stream}, r"train_dataloader is an iterator"),
+        ({"train_dataloader": lambda one=stream(): one}, r"train_dataloader is an iterator"),
         ({"train_dataloader": 3}, r"train_dataloader is int, which cannot be iterated over; give a dataloader"),
         ({"eval_dataloader": []}, r"eval_dataloader.* has no batches"),
         ({"eval_dataloader": {"good": some_data(), "poor": stream()}}, r"eval_dataloader 'poor' is an iterator"),
@@ -124,6 +124,14 @@ def test_the_constructor_rejects_an_invalid_argument(changes: dict[str, Any], me
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, **changes)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_generator_function_is_called_again_for_each_epoch(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_dataloader=stream, eval_dataloader=stream, max_duration="2ep")
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 2 * len(list(stream()))
+    assert trainer.state.timestamp.epoch == 2
+    assert set(trainer.eval_results) == {"validation"}
 
 
 @pytest.mark.parametrize(("max_duration", "steps"), [("5ba", 5), ("3ep", 6)])

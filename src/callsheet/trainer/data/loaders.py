@@ -67,11 +67,15 @@ _LOADER_OPTIONS = (
 def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
     """Return the given dataloader or, if a function is given, the dataloader that the function makes.
 
+    A generator function, or another function that returns a new iterator in each call, is called again for each epoch.
+
     Raises:
         ConfigError: the dataloader cannot be iterated over repeatedly, or is known to be empty.
     """
     if callable(loader) and not isinstance(loader, Iterable):
-        loader = loader()
+        function, loader = loader, loader()
+        if isinstance(loader, Iterator) and function() is not loader:
+            loader = _RepeatedCalls(function)
     if not isinstance(loader, Iterable):
         raise ConfigError(
             f"{argument} is {type(loader).__name__}, which cannot be iterated over; give a dataloader, or a function that makes one"
@@ -83,6 +87,16 @@ def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterab
     if length_of(loader) == 0 and not may_be_empty:
         raise no_batches(argument)
     return loader
+
+
+class _RepeatedCalls:
+    """An iterable whose iterators are the results of calls of a function."""
+
+    def __init__(self, function: Callable[[], Iterable[Any]]) -> None:
+        self._function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._function())
 
 
 def no_batches(argument: str) -> ConfigError:
