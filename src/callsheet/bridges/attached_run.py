@@ -118,7 +118,7 @@ class AttachedRun:
         try:
             self._close_epoch(continues=True)
             if self._run.eval.order.allows("E"):
-                self._is_over |= self._run.evaluated(results)
+                self._is_over |= self._run.report_evaluation(results)
             else:
                 self._warnings.warn_of_ignored_results()
         except Exception as error:

@@ -54,10 +54,10 @@ class EpochPosition:
         if self.to_skip and self._began is not None:
             restore_random_state(self._began)
             return
-        self.skipped()
+        self.end_skipping()
         self.taken, self._began = 0, random_state()
 
-    def skipped(self) -> None:
+    def end_skipping(self) -> None:
         """Record that there are no more batches to skip. In a resumed run, also restore the random states of the checkpoint."""
         self.to_skip = 0
         if self._now is not None:

@@ -38,13 +38,13 @@ class Facade:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # no hint, since Python itself reads such names, for example when it copies an object
-        # For a name in `_allowed()`, Python calls `__getattr__` only if the property with this name has raised an AttributeError.
-        if name in self._allowed():
+        # For a name in `_allowed_names()`, Python calls `__getattr__` only if the property with this name has raised an AttributeError.
+        if name in self._allowed_names():
             raise NotOnTheList(
                 f"{self.REPLACED_OBJECT}: {name!r} cannot be read now, only while an event that provides it is fired"
             )
         raise NotOnTheList(
-            f"{self.REPLACED_OBJECT} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed()))}; for the rest, run the callback in "
+            f"{self.REPLACED_OBJECT} has here no {name!r}: a guest may use {', '.join(sorted(self._allowed_names()))}; for the rest, run the callback in "
             "its own framework"
         )
 
@@ -57,7 +57,7 @@ class Facade:
                 f"{self.REPLACED_OBJECT}: a guest may not write {name!r}, only {', '.join(sorted(self.WRITABLE)) or 'nothing'}"
             )
 
-    def _allowed(self) -> set[str]:
+    def _allowed_names(self) -> set[str]:
         own = {name for kind in type(self).__mro__[:-1] for name in vars(kind)} - set(vars(Facade))
         return {name for name in {*own, *self.WRITABLE, *vars(self)} if not name.startswith("_")}
 

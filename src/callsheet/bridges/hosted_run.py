@@ -149,7 +149,7 @@ class HostedRun(ObservedRun):
         Each rank saves its own states.
         """
         self._connect_parts(evaluates, saves, in_background=save_in_background)
-        self.driver = self._made_driver()
+        self.driver = self._make_driver()
         self.eval = EvalEvents(host, manager, self.ctx, self.driver, self.records.tally, self.evaluation.results)
         self.eval_driver = self.eval.driver
         self.made: dict[str, dict[str, Any]] = {}
@@ -177,7 +177,7 @@ class HostedRun(ObservedRun):
         """Whether callsheet writes the checkpoints, and not the framework."""
         return not isinstance(self.checkpoints, HostCheckpoints)
 
-    def _made_driver(self) -> LifecycleDriver:
+    def _make_driver(self) -> LifecycleDriver:
         """Create the driver that fires the events of training."""
         # A checkpoint contains the last step's loss. If callsheet writes checkpoints, handlers of all events may request them.
         # If the framework writes the checkpoints, only handlers of checkpoint events may read the last step's loss.
@@ -408,7 +408,7 @@ class HostedRun(ObservedRun):
         self.records.tally.update_timestamp(self.state)
         self.records.fire_log(self.ctx)
 
-    def evaluated(self, results: Mapping[str, Mapping[str, Any]]) -> bool:
+    def report_evaluation(self, results: Mapping[str, Mapping[str, Any]]) -> bool:
         """Fire the events of an evaluation that the loop has carried out between two epochs, or outside training.
 
         A metrics record and a checkpoint may follow. Return whether training must end.

@@ -216,10 +216,10 @@ class SteppedHooks:
         """Register the hooks if callbacks or metrics records use the results of steps (`is_read`); otherwise remove the hooks."""
         self.is_observed = is_read or not self._hooks
         for hook in self._hooks:
-            hook.install(is_read, self._stepped)
+            hook.install(is_read, self._end_step)
 
     @untraced
-    def _stepped(self, *_: Any) -> None:
+    def _end_step(self, *_: Any) -> None:
         run = self._run
         try:
             if run.step_skipped:

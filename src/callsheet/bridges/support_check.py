@@ -75,7 +75,7 @@ class SupportCheck:
             never: the events that the host never fires.
             control: the run's control, which knows the requests that the host supports.
         """
-        is_served = self.served(never)
+        is_served = self.make_served_predicate(never)
         for event in never:
             if not all(map(is_served, self._manager.list_callbacks(event))):
                 self._reject_listeners(event, "does not fire")
@@ -103,7 +103,7 @@ class SupportCheck:
             self._reject_listeners(event, "did not fire in its first step", self._causes.get(span, ""))
         driver.synthesized.clear()
 
-    def served(self, never: Collection[str]) -> Callable[[Any], bool]:
+    def make_served_predicate(self, never: Collection[str]) -> Callable[[Any], bool]:
         """Return a function that tells whether a listener listens to any fired event other than the run's start and end."""
         fired = (event for event in EVENTS if event not in _ALWAYS_FIRED_EVENTS and event not in never)
         served = {_key(each) for event in fired for each in self._manager.list_callbacks(event)}

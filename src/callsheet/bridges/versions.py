@@ -55,7 +55,7 @@ def check_version(package: str, internals: Iterable[str] = (), *, needed_by: str
     Raises:
         NotSupported: the framework lacks some of `internals`; the message names them.
     """
-    version = _installed(package)
+    version = _installed_version(package)
     tested = TESTED[package]
     if missing := [name for name in internals if not has(name)]:
         raise NotSupported(
@@ -85,7 +85,7 @@ def check_events(package: str, events: Iterable[str], known: Container[str]) -> 
     """
     if missing := [event for event in events if event not in known]:
         raise NotSupported(
-            f"this host needs the events {', '.join(missing)}, which {package} {_installed(package) or '(unknown version)'} does not have; "
+            f"this host needs the events {', '.join(missing)}, which {package} {_installed_version(package) or '(unknown version)'} does not have; "
             f"install one of the tested versions, {span(TESTED[package])}"
         )
 
@@ -145,7 +145,7 @@ def _assigns(function: Any, attribute: str) -> bool:
     return any(each.opname == "STORE_ATTR" and each.argval == attribute for each in dis.get_instructions(function))
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     for name in (package, _EQUIVALENT_PACKAGE.get(package, package)):
         try:
             return importlib.metadata.version(name)

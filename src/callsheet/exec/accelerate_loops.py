@@ -49,7 +49,7 @@ def log(observation: Observation, log: Callable[..., Any], accelerator: Any, val
 
     result = log(accelerator, values, *args, **options)
     if observation.loop is not None and (found := numbers(values)):
-        observation.loop.log({f"accelerate/{name}": _kept(value) for name, value in found.items()})
+        observation.loop.log({f"accelerate/{name}": _copy_value(value) for name, value in found.items()})
     return result
 
 
@@ -58,6 +58,6 @@ def iterate(observation: Observation, iterate: Callable[[Any], Any], loader: Any
     return observation.finder.batches(iterate, loader) if observation.finder is not None else iterate(loader)
 
 
-def _kept(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Return a number as it is. Copy a tensor, because the script may change it. The copy stays on the tensor's device."""
     return value if isinstance(value, (int, float)) else value.detach().reshape(()).clone()

@@ -82,7 +82,7 @@ class BareLoop:
         self._stops = stops
         self.run = run = LoneRun(
             observers,
-            model=unwrapped(model),
+            model=unwrap_model(model),
             optimizer=optimizer,
             host=HOST,
             run_name=run_name,
@@ -256,7 +256,7 @@ class BareLoop:
         # Report the next step, so that the loop checks whether the step uses a batch of another dataloader.
         self.unreported.is_allowed = False
 
-    def fetched_ahead(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
+    def keep_early_batch(self, loader: Any, batch: Any, *, is_same_iteration: bool) -> None:
         """Keep a batch that the script fetched from `loader` before the first step ended: the second step may use this batch.
 
         `is_same_iteration`: whether this batch comes from the same iteration over the dataloader as the batch of the first step.
@@ -515,7 +515,7 @@ class BareLoop:
         if is_first:
             self._install_forward_hooks()
 
-    def evaluated(self, dataset: str, results: Mapping[str, float]) -> None:
+    def record_results(self, dataset: str, results: Mapping[str, float]) -> None:
         """Record the results of an evaluator of Ignite that has just evaluated the dataset."""
         if get_ident() == self.guard.thread_id:
             self.guard.call(lambda: self.evaluations.end_dataset(dataset, results, is_in_step=self.step.is_open))
@@ -540,7 +540,7 @@ class BareLoop:
             stops()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers such as DistributedDataParallel, DataParallel and the wrapper of `torch.compile`."""
     while True:
         inside = getattr(model, "_orig_mod", None)

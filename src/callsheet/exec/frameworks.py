@@ -100,7 +100,7 @@ def _with_list(bridge: str, callbacks_of: Callable[[Any], list[Any]]) -> Around:
         if hosted is not None:
             callbacks.append(hosted)
         try:
-            return _trained(observation, hosted, lambda: train(trainer, *args, **options))
+            return _run_training(observation, hosted, lambda: train(trainer, *args, **options))
         finally:
             callbacks[:] = [each for each in callbacks if each is not hosted]
 
@@ -124,9 +124,9 @@ def _with_argument(bridge: str) -> Around:
             return train(*args, **options)
         hosted = _host(observation, given or (), bridge, has_interval=False)
         if hosted is None:
-            return _trained(observation, None, lambda: train(*args, **options))
+            return _run_training(observation, None, lambda: train(*args, **options))
         named = {**arguments, "callbacks": [*(given or ()), hosted]}
-        return _trained(observation, hosted, lambda: train(**named))
+        return _run_training(observation, hosted, lambda: train(**named))
 
     return around
 
@@ -134,10 +134,10 @@ def _with_argument(bridge: str) -> Around:
 def _composer(observation: Observation, train: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
     hosted = _host(observation, trainer.state.callbacks, "callsheet.bridges.composer", has_interval=False)
     if hosted is None:
-        return _trained(observation, None, lambda: train(trainer, *args, **options))
+        return _run_training(observation, None, lambda: train(trainer, *args, **options))
     try:
         hosted.begin(trainer)
-        return _trained(observation, hosted, lambda: train(trainer, *args, **options))
+        return _run_training(observation, hosted, lambda: train(trainer, *args, **options))
     finally:
         hosted.close(trainer.state, trainer.logger)
         trainer.state.callbacks[:] = [each for each in trainer.state.callbacks if each is not hosted]
@@ -149,11 +149,11 @@ def _ultralytics(observation: Observation, train: Callable[..., Any], trainer: A
         if observation.is_observed_otherwise(owners):
             return train(trainer, *args, **options)
         with _workers_under_exec(observation):
-            return _trained(observation, None, lambda: train(trainer, *args, **options))
+            return _run_training(observation, None, lambda: train(trainer, *args, **options))
     hosted = _host(observation, owners, "callsheet.bridges.ultralytics", has_interval=False)
     if hosted is not None:
         hosted.attach(trainer)
-    return _trained(observation, hosted, lambda: train(trainer, *args, **options))
+    return _run_training(observation, hosted, lambda: train(trainer, *args, **options))
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _host(observation: Observation, callbacks: Sequence[Any], bridge: str, *, ha
     return made
 
 
-def _trained(observation: Observation, hosted: Any, train: Callable[[], Any]) -> Any:
+def _run_training(observation: Observation, hosted: Any, train: Callable[[], Any]) -> Any:
     """Call `train()`. If it raises an error, end the host's run as failed, and raise the error again."""
     with observation.training():
         try:

@@ -95,7 +95,7 @@ class IgniteEngines:
             if loop is not None:
                 loop.evaluations.dataset = before
         if loop is not None and is_evaluator and engine is not self._trainer:
-            loop.evaluated(name, _numbers(engine.state.metrics))
+            loop.record_results(name, _numbers(engine.state.metrics))
         return state
 
     def _set_reports(self) -> None:

@@ -90,7 +90,7 @@ class LoopFinder:
         self._restore_backward = self._wrap(Tensor, "backward", self._backward)
         self._wrap(DataLoader, "__iter__", self._iterate)
         self._replace("__next__", self._fetching(_BaseDataLoaderIter.__next__), _BaseDataLoaderIter)
-        self._wrap(torch.amp.GradScaler, "step", self._scaled_step)
+        self._wrap(torch.amp.GradScaler, "step", self._step_scaler)
         self._replace("zero_grad", self._zeroing(Optimizer.zero_grad), Optimizer)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "eval", self._eval)
@@ -240,7 +240,7 @@ class LoopFinder:
         return batch
 
     @partial(not_compiled, recursive=False)
-    def _scaled_step(self, given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+    def _step_scaler(self, given: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         self._scaler = scaler
         found = given(scaler, optimizer, *args, **options)
         if self._loop is not None and self._loop.optimizer is optimizer:
@@ -363,7 +363,7 @@ class LoopFinder:
             # `weakref.ref` returns the same object for the same iterator, so references can be compared even if the iterator was deleted.
             is_same_iteration, loader = latest.iterator is counted.iterator, latest.loader()
             if latest.batch is not None and loader is not None:
-                loop.fetched_ahead(loader, latest.batch, is_same_iteration=is_same_iteration)
+                loop.keep_early_batch(loader, latest.batch, is_same_iteration=is_same_iteration)
             elif latest.batch is None and is_same_iteration:
                 loop.end_iteration()
 

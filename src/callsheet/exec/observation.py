@@ -152,10 +152,10 @@ class Observation:
 
     def next_name(self) -> str:
         """Return the name of the next run. Skip names whose folder exists, so that no earlier run is overwritten."""
-        wanted = self._numbered()
+        wanted = self._make_name()
         name = wanted
         while (self.runs_folder / name).exists():
-            name = self._numbered()
+            name = self._make_name()
         if name != wanted:
             warn(f"{self.runs_folder / wanted} exists, so this run is called {name}")
         return name
@@ -173,7 +173,7 @@ class Observation:
         }
         return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
 
-    def _numbered(self) -> str:
+    def _make_name(self) -> str:
         self._names += 1
         return self._name if self._names == 1 else f"{self._name}-{self._names}"
 
@@ -235,7 +235,7 @@ class Observation:
 
         Return None if this process is not observed, or if a callback needs something that this loop does not support.
         """
-        from callsheet.exec.bare_loop import BareLoop, unwrapped
+        from callsheet.exec.bare_loop import BareLoop, unwrap_model
         from callsheet.exec.log_pace import LogPace
         from callsheet.exec.lone_run import check_observers
 
@@ -265,7 +265,7 @@ class Observation:
             return None
         self.loop = loop
         loop.are_epochs_reported, loop.no_evaluator = self.engines.is_training, self.engines.switch
-        warn(f"observing {type(unwrapped(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
+        warn(f"observing {type(unwrap_model(model)).__name__} and {type(optimizer).__name__}, in {loop.run.ctx.run.folder}")
         return loop
 
     def _report(self, *, has_begun: bool) -> None:

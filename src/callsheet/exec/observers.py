@@ -33,20 +33,20 @@ def observers_of(file: str | os.PathLike[str] | None) -> Observers:
         ConfigError: the file cannot be read, or a callback in it cannot be made; the message names the file and the place.
     """
     if file is None:
-        return lambda pace: _isolated(_default(pace))
+        return lambda pace: _isolate(_default(pace))
     path, specs = Path(file), _specs(Path(file))
 
     def make() -> list[Callback]:
         from callsheet.loggers import JSONLLogger
 
-        made = [_built(path, place, spec) for place, spec in enumerate(specs)]
-        return _isolated(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
+        made = [_build_callback(path, place, spec) for place, spec in enumerate(specs)]
+        return _isolate(made if any(isinstance(each, JSONLLogger) for each in made) else [*made, JSONLLogger()])
 
     make()  # build the observers once now, so that mistakes are reported before the script runs
     return lambda pace: make()
 
 
-def _isolated(made: list[Callback]) -> list[Callback]:
+def _isolate(made: list[Callback]) -> list[Callback]:
     for each in made:
         if each.on_error is None and not each.collective:
             each.on_error = "isolate"
@@ -77,7 +77,7 @@ def _specs(path: Path) -> list[Mapping[str, Any]]:
     return [{"class_path": each} if isinstance(each, str) else each for each in content]
 
 
-def _built(path: Path, place: int, spec: Mapping[str, Any]) -> Callback:
+def _build_callback(path: Path, place: int, spec: Mapping[str, Any]) -> Callback:
     try:
         name = str(spec.get("class_path") or "")
         if "." not in name:

@@ -23,7 +23,7 @@ class AcceleratePosition(DataPosition):
     def begin(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
         self.is_exhausted = False
         try:
-            return iter(self._left_of(loader, epoch))
+            return iter(self._skip_taken_batches(loader, epoch))
         except Exception as error:
             mark_as_users(error)  # end training instead of only logging the error, because training cannot continue without data
             raise
@@ -31,7 +31,7 @@ class AcceleratePosition(DataPosition):
     def begin_unobserved(self, loader: Iterable[Any], epoch: int) -> Iterator[Any]:
         return self.begin(loader, epoch)
 
-    def _left_of(self, loader: Any, epoch: int) -> Iterable[Any]:
+    def _skip_taken_batches(self, loader: Any, epoch: int) -> Iterable[Any]:
         self.taken, self._to_skip = self._to_skip, 0
         # After a resume, the new process's dataloader counts epochs from 0, so set its epoch to the run's epoch.
         if self._is_resumed and hasattr(loader, "set_epoch"):

@@ -119,10 +119,10 @@ class AutoModelGuest(Guest):
     def facade_for(self, ctx: Context) -> RecipeFacade:
         """Return the object that the callback receives in place of AutoModel's recipe. The first call creates it from `ctx`."""
         if self.facade is None:
-            self.facade = self.made(ctx)
+            self.facade = self.make_facade(ctx)
         return self.facade
 
-    def made(self, ctx: Context) -> RecipeFacade:
+    def make_facade(self, ctx: Context) -> RecipeFacade:
         """Create the object that the callback receives in place of AutoModel's recipe.
 
         Args:
@@ -169,7 +169,7 @@ class AutoModelGuest(Guest):
     # --- what AutoModel measures ---
 
     def _create_facade(self, ctx: Context) -> None:
-        self.facade, self.reported = self.made(ctx), None  # replace the recipe object and the exception of an earlier run
+        self.facade, self.reported = self.make_facade(ctx), None  # replace the recipe object and the exception of an earlier run
 
     def _begin(self, ctx: Context) -> None:
         self._moment = time.perf_counter()
@@ -177,7 +177,7 @@ class AutoModelGuest(Guest):
     def _count(self, ctx: Context) -> None:
         self._counts.add(ctx.microbatch, ctx.outputs, ctx.is_filler)
 
-    def _measured(self, ctx: Context) -> dict[str, Any]:
+    def _compute_metrics(self, ctx: Context) -> dict[str, Any]:
         """Return the metrics that AutoModel gives its callbacks at a step's end. This waits for the device to compute the metrics."""
         counts, self._counts = self._counts, _Counts()
         losses = {name: float(loss) for name, loss in ctx.loss_dict.items()}
@@ -210,7 +210,7 @@ class AutoModelGuest(Guest):
         return metrics | self._constants
 
     def _train_log_data(self, ctx: Context) -> dict[str, Any]:
-        return {"train_log_data": self._sample(self._measured(ctx))}
+        return {"train_log_data": self._sample(self._compute_metrics(ctx))}
 
     def _begin_evaluation(self, ctx: Context) -> None:
         self._evaluated = {}

@@ -181,7 +181,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         never = NOT_FIRED + (NOT_FIRED_FOR_SEVERAL if len(sets) > 1 else ())
         self._begin_run(run, [self._called, watch, self._called.wrap(recipe)], never)
         self._is_over, self._measured_step = True, -1
-        run.counts.follow(partial(_counted, weakref.proxy(self), scheduler))
+        run.counts.follow(partial(_read_counts, weakref.proxy(self), scheduler))
         self._is_over = False
         run.driver.start("round")
         if run.control.stop_requested is not None:
@@ -293,7 +293,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
         if not val_results:
             return
         for name, sample in val_results.items():
-            shown = _shown(name)
+            shown = _shown_name(name)
             if not run.eval.driver.is_open("eval"):
                 run.eval.begin(shown)
             found = {key.removeprefix("val_"): value for key, value in sample.metrics.items() if key not in _NOT_RESULTS}
@@ -337,7 +337,7 @@ class AutoModelHost(HostBase, AutoModelCallback):
             run.publish(info)
 
 
-def _counted(host: AutoModelHost, scheduler: Any) -> Counts:
+def _read_counts(host: AutoModelHost, scheduler: Any) -> Counts:
     """Return how many steps AutoModel has completed, and how many epochs if the number of steps in an epoch is known.
 
     AutoModel counts a step only after all hooks of the step.
@@ -386,11 +386,11 @@ def _validation_sets(recipe: Any) -> list[str]:
     """Return callsheet's names for the recipe's validation sets."""
     several = getattr(recipe, "val_dataloaders", None)
     if several is not None:
-        return [_shown(name) for name in several]
+        return [_shown_name(name) for name in several]
     return ["validation"] if getattr(recipe, "val_dataloader", None) is not None else []
 
 
-def _shown(name: str) -> str:
+def _shown_name(name: str) -> str:
     return "validation" if name == _ONLY_VALIDATION_SET else name
 
 

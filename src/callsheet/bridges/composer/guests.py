@@ -128,7 +128,7 @@ class ComposerGuest(Guest):
 
     def _call_of_method(self, method: Callable[..., Any]) -> Handler:
         def call(ctx: Context) -> None:
-            run = self._run or self._joined(ctx)
+            run = self._run or self._join_run(ctx)
             run.ctx = ctx
             method(run.state, run.logger)
 
@@ -138,7 +138,7 @@ class ComposerGuest(Guest):
         event, method = self._kinds.Event(theirs), self.foreign.run_event
 
         def call(ctx: Context) -> None:
-            run = self._run or self._joined(ctx)
+            run = self._run or self._join_run(ctx)
             run.ctx = ctx
             method(event, run.state, run.logger)
 
@@ -148,9 +148,9 @@ class ComposerGuest(Guest):
 
     def _begin(self, ctx: Context) -> None:
         self._run = self._given
-        self._joined(ctx)
+        self._join_run(ctx)
 
-    def _joined(self, ctx: Context) -> ComposerRun:
+    def _join_run(self, ctx: Context) -> ComposerRun:
         run = self._run
         if run is None:
             runs = _runs.setdefault(ctx, {})
@@ -202,7 +202,7 @@ class ComposerGuest(Guest):
 
     def _count_step(self, ctx: Context) -> None:
         if run := self._counts():
-            run.stepped(ctx)
+            run.count_step(ctx)
 
     def _count_epoch(self, ctx: Context) -> None:
         if (run := self._counts()) and EVENT_CONDITIONS["epoch_end"](ctx):
@@ -223,7 +223,7 @@ class ComposerGuest(Guest):
 
     def _count_eval_step(self, ctx: Context) -> None:
         if run := self._counts():
-            run.eval_stepped(ctx)
+            run.count_eval_step(ctx)
 
     def _keep_eval_metrics(self, ctx: Context) -> None:
         if run := self._counts():
@@ -266,7 +266,7 @@ class ComposerLoggerGuest(ComposerGuest):
         self.on_run_start = at("change")(lambda ctx: begins(ctx))  # type: ignore[method-assign]
 
     def _record(self, ctx: Context) -> None:
-        run = self._run or self._joined(ctx)
+        run = self._run or self._join_run(ctx)
         run.ctx = ctx
         self.foreign.log_metrics(
             to_their_names(ctx.record.values, list(run.evaluated), run.train_metrics, run.loss_names), step=ctx.record.step
@@ -286,7 +286,7 @@ class ComposerLoggerGuest(ComposerGuest):
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
         """Upload a file through the wrapped logger."""
-        run = self._run or self._joined(ctx)
+        run = self._run or self._join_run(ctx)
         self.foreign.upload_file(run.state, name, path, overwrite=True)
 
 

@@ -76,7 +76,9 @@ class EventTables:
             *_STEP_EVENTS,
             *(f"{span}_{at}" for span in ("iteration", "epoch") for at in ("start", "end", "checkpoint")),
         }
-        self.after_training = _repeated({event: handler for event, handler in handlers.items() if event not in in_training})
+        self.after_training = _make_unordered_table(
+            {event: handler for event, handler in handlers.items() if event not in in_training}
+        )
         """The table after Composer has ended training, when it may still evaluate and predict."""
         self.after: dict[str, EventTable] = {}
         """The tables during training, by the last event of a step that has come. The table of "" is used before the first such event."""
@@ -117,7 +119,7 @@ class EventTables:
                 else:
                     table[event] = partial(self._handle_in_doubt, event, handler), self.after[event]
         outside = {event: handler for event, handler in handlers.items() if event not in _CLOSURE_EVENTS}
-        self.in_closure = _repeated(outside | (dict(self._of_closure) if Event.AFTER_LOSS.value in handlers else {}))
+        self.in_closure = _make_unordered_table(outside | (dict(self._of_closure) if Event.AFTER_LOSS.value in handlers else {}))
         self.in_closure[Event.BATCH_END.value] = handlers[Event.BATCH_END.value], self.after[Event.BATCH_END.value]
 
     def _handle_in_doubt(self, event: str, handler: Handler, state: Any) -> None:
@@ -125,7 +127,7 @@ class EventTables:
         handler(state)
 
 
-def _repeated(handlers: Mapping[str, Handler]) -> EventTable:
+def _make_unordered_table(handlers: Mapping[str, Handler]) -> EventTable:
     """Return a table of `handlers` that does not check the order of events: after each event, the host keeps using this table."""
     table: EventTable = {event.value: None for event in Event}
     table.update({event: (handler, table) for event, handler in handlers.items()})
@@ -267,7 +269,7 @@ def is_one_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
-def trained_on(loss: Any) -> Tensor:
+def training_loss(loss: Any) -> Tensor:
     """Return the loss on which Composer runs the backward pass. Of several losses, return the one named `total`, or else the sum."""
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.mean()

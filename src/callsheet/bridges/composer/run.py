@@ -117,9 +117,9 @@ class ComposerRun:
         self._since = time.perf_counter()
         self._made: tuple[Any, Any, Any] = (None, None, None)
 
-    def stepped(self, ctx: Context) -> None:
+    def count_step(self, ctx: Context) -> None:
         """Count a training step in Composer's counters."""
-        samples, tokens = self._uncounted(ctx)
+        samples, tokens = self._uncounted_samples_and_tokens(ctx)
         now = time.perf_counter()
         # An earlier estimate may have been too high. The counters never decrease within an epoch, because intervals depend on them.
         counted = self.counted.next_batch(max(0, samples), max(0, tokens), now - self._since)
@@ -138,9 +138,9 @@ class ComposerRun:
 
     def count_exactly(self, ctx: Context) -> None:
         """Set the counters of samples and tokens to those of all ranks, which are exact at the end of an epoch."""
-        self.counted = self.counted.with_more(*self._uncounted(ctx))
+        self.counted = self.counted.with_more(*self._uncounted_samples_and_tokens(ctx))
 
-    def _uncounted(self, ctx: Context) -> tuple[int, int]:
+    def _uncounted_samples_and_tokens(self, ctx: Context) -> tuple[int, int]:
         """Return how many samples and tokens of all ranks are not in the counters yet. Negative if earlier estimates were too high."""
         now, tally = ctx.state.timestamp, ctx.tally
         samples, tokens = now.sample - self.counted.sample, now.token - self.counted.token
@@ -174,14 +174,14 @@ class ComposerRun:
         """
         self._since = time.perf_counter()
         if not self.counted.sample:
-            samples, tokens = self._uncounted(ctx)
+            samples, tokens = self._uncounted_samples_and_tokens(ctx)
             self.counted = self.counted._replace(sample=samples, token=tokens)
 
     def begin_eval(self) -> None:
         """Set the counters of evaluations to 0, because a prediction or the evaluation of a dataset begins."""
         self.eval_counted, self.eval_batches, self._eval_since = Counted(), 0, time.perf_counter()
 
-    def eval_stepped(self, ctx: Context) -> None:
+    def count_eval_step(self, ctx: Context) -> None:
         """Count a batch of the evaluation or prediction."""
         now = time.perf_counter()
         self.eval_counted = self.eval_counted.next_batch(*counts_in_all(ctx), now - self._eval_since)

@@ -19,7 +19,7 @@ from callsheet.bridges.composer.host_parts import (
     SavedCheckpoints,
     StepLosses,
     is_one_number,
-    trained_on,
+    training_loss,
 )
 from callsheet.bridges.composer.internals import HOST, PACKAGE
 from callsheet.bridges.composer.names import Event as OurEvent
@@ -223,15 +223,15 @@ class ComposerHost(HostBase, ComposerCallback):  # type: ignore[misc]  # mypy do
         self._run.driver.start("loss")
 
     def _after_loss(self, state: Any) -> None:
-        loss = trained_on(state.loss)
+        loss = training_loss(state.loss)
         if not self._run.driver.spans["loss"].has_no_listeners:
-            loss = self._replaced(loss, state)
+            loss = self._end_loss(loss, state)
         self._losses.add(state, loss, self._run.counted[0])
 
     def _after_loss_again(self, state: Any) -> None:
-        self._losses.add(state, trained_on(state.loss), self._run.counted[0])
+        self._losses.add(state, training_loss(state.loss), self._run.counted[0])
 
-    def _replaced(self, loss: Tensor, state: Any) -> Tensor:
+    def _end_loss(self, loss: Tensor, state: Any) -> Tensor:
         """Fire `on_loss_end`, at which a callback may replace the loss.
 
         Return the loss that Composer uses: the model's loss, or the loss with which a callback has replaced it.

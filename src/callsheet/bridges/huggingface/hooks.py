@@ -165,7 +165,7 @@ class StepWatch(BackwardWatch):
         return super().run(loss, *args, **options)
 
 
-def found_in(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
+def plain_results(metrics: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Return the results of an evaluation without the prefix (such as `eval_`) in their names, and without timings.
 
     A subclass of the Trainer may have extended the prefix, as SetFit does. So it is read from the name `<prefix>_runtime`.

@@ -21,7 +21,7 @@ from callsheet.bridges.host_states import STATE, read_states, resume_without_sta
 from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.huggingface.engine import check_engine, engine_of, watch_step
 from callsheet.bridges.huggingface.events import NOT_FIRED
-from callsheet.bridges.huggingface.hooks import TIMING_METRICS, HuggingFaceForwardHooks, StepWatch, find_trainer, found_in
+from callsheet.bridges.huggingface.hooks import TIMING_METRICS, HuggingFaceForwardHooks, StepWatch, find_trainer, plain_results
 from callsheet.bridges.huggingface.internals import HOST, PACKAGE
 from callsheet.bridges.wrapped_methods import WrappedMethods
 from callsheet.core.callback import Callback
@@ -426,28 +426,28 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
         is_own = kwargs.get("eval_dataset", args[0] if args else None) is None
         try:
             if outer is None:
-                self._guarded(run, self._begin_evaluation, is_own)
+                self._call_or_leave(run, self._begin_evaluation, is_own)
             found = method(*args, **kwargs)
         except BaseException:
             self._prefix = outer
             if outer is None and self._run is run:
-                self._guarded(run, self._close_evaluation, {})
+                self._call_or_leave(run, self._close_evaluation, {})
             raise
         prefix, self._prefix = self._prefix, outer
         if outer is None and self._run is run:
-            self._guarded(run, self._evaluated, trainer, found, prefix)
+            self._call_or_leave(run, self._end_trainer_evaluation, trainer, found, prefix)
         return found
 
-    def _guarded(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
+    def _call_or_leave(self, run: HostedRun, function: Callable[..., Any], *given: Any) -> None:
         """Call `function(run, *given)`. If the function raises an error, end callsheet's run; see `_leave`."""
         try:
             function(run, *given)
         except BaseException as error:
             self._leave(error)
 
-    def _evaluated(self, run: HostedRun, trainer: Any, found: Any, prefix: str) -> None:
+    def _end_trainer_evaluation(self, run: HostedRun, trainer: Any, found: Any, prefix: str) -> None:
         self._requests.control = trainer.control
-        self._end_evaluation(run, found_in(found, prefix) if isinstance(found, Mapping) else {})
+        self._end_evaluation(run, plain_results(found, prefix) if isinstance(found, Mapping) else {})
 
     def _begin_evaluation(self, run: HostedRun, is_own: bool) -> None:
         if run.eval.order.allows("E"):
@@ -488,7 +488,7 @@ class HuggingFaceHost(HostBase, TrainerCallback):  # type: ignore[misc]  # mypy 
             )
             self._begin_evaluation(run, is_own=True)
         if run.eval.driver.is_open("eval_all"):
-            found = found_in(given.get("metrics") or {}, prefix)
+            found = plain_results(given.get("metrics") or {}, prefix)
             if not run.eval.driver.is_open("eval"):  # the model was not called, so `on_eval_start` was not fired
                 run.eval.begin(_dataset(prefix))
             run.eval.end_dataset(_dataset(prefix), found)
@@ -550,7 +550,7 @@ def _begin_engine_step(reference: weakref.ref[HuggingFaceHost]) -> None:
     """Fire the start of the optimizer's step. Called just before DeepSpeed's engine steps the optimizer."""
     host, run = reference(), _run_of(reference)
     if host is not None and run is not None and (host._listens_to_optimizer or run.driver.is_read):
-        host._guarded(run, host._begin_optimizer_step)
+        host._call_or_leave(run, host._begin_optimizer_step)
 
 
 def _dataset(prefix: str | None) -> str:

@@ -163,7 +163,7 @@ class GuestEngine(Engine):  # type: ignore[misc]  # mypy does not read Ignite's 
         found: dict[int, Any] = {}
         for registered in self._event_handlers.values():
             for handler, _, _ in registered:
-                handler = _unwrapped(handler)
+                handler = _unwrap_handler(handler)
                 owner = getattr(handler, "__self__", handler)
                 found.setdefault(id(owner), owner)
         return list(found.values())
@@ -174,7 +174,7 @@ class _GuestEvaluator(GuestEngine):
         raise NotOnTheList("an evaluator of Ignite's cannot be terminated here: evaluations run to their end")
 
 
-def _rejected(name: str) -> Callable[..., None]:
+def _make_rejecting_method(name: str) -> Callable[..., None]:
     def reject(self: GuestEngine, *args: Any, **kwargs: Any) -> None:
         raise NotOnTheList(
             f"an Ignite engine has here no {name}(): a guest may call {', '.join(sorted(ALLOWED_METHODS))}; for the rest, run the handler in Ignite"
@@ -185,7 +185,7 @@ def _rejected(name: str) -> Callable[..., None]:
 
 for _name in dir(Engine):
     if not _name.startswith("_") and callable(getattr(Engine, _name)) and _name not in ALLOWED_METHODS:
-        setattr(GuestEngine, _name, _rejected(_name))
+        setattr(GuestEngine, _name, _make_rejecting_method(_name))
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -214,11 +214,11 @@ def reject_handler(handler: Any) -> None:
 
 def label_of_handler(handler: Any) -> str:
     """Return a handler's name for messages: the function's name, or the class name of an object."""
-    handler = _unwrapped(handler)
+    handler = _unwrap_handler(handler)
     owner = handler.__self__ if ismethod(handler) else handler
     return getattr(owner, "__qualname__", None) or type(owner).__name__
 
 
-def _unwrapped(handler: Any) -> Any:
+def _unwrap_handler(handler: Any) -> Any:
     """Return the original handler. Ignite wraps a handler whose event has a filter, such as `every=10`, in another function."""
     return unwrap(handler, stop=ismethod)

@@ -202,7 +202,7 @@ class IgniteHost(HostBase):
                 evaluator.add_event_handler(Events(event), getattr(self, f"_evaluation_{event}"), name)
         if checkpoint is not None:
             self._saves = Saves(checkpoint)
-            self._saves.report((trainer, *self._evaluators.values()), self._saved)
+            self._saves.report((trainer, *self._evaluators.values()), self._report_checkpoint)
         return self
 
     # --- the run ---
@@ -231,10 +231,10 @@ class IgniteHost(HostBase):
         )
         # Do not start the span `train` here: an evaluation may run before the first epoch, and it is not part of training.
         self._begin_run(run, [self._training, self._eval_hooks], never)
-        run.counts.follow(lambda: me._counted())
+        run.counts.follow(lambda: me._read_counts())
         self._stop_if_asked(run)
 
-    def _counted(self) -> Counts:
+    def _read_counts(self) -> Counts:
         """Return how many steps and epochs Ignite has counted. An epoch in which the engine was terminated is left out."""
         trainer = self._trainer
         assert trainer is not None
@@ -538,7 +538,7 @@ class IgniteHost(HostBase):
         self._saves.save(self._trainer)
 
     @observing
-    def _saved(self, engine: Engine) -> None:
+    def _report_checkpoint(self, engine: Engine) -> None:
         """Fire the events of a checkpoint, if the `Checkpoint` handler that was given to `attach` has written one."""
         assert self._saves is not None
         run, path = self._run, self._saves.new()

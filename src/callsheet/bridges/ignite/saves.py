@@ -14,7 +14,7 @@ class Saves:
 
     def __init__(self, handler: Checkpoint) -> None:
         self._handler = handler
-        self._files = self._written()
+        self._files = self._written_files()
 
     def report(self, engines: Iterable[Engine], saved: Callable[[Engine], None]) -> None:
         """Call `saved` whenever a checkpoint handler that is attached to one of the `engines` has written a checkpoint."""
@@ -33,9 +33,9 @@ class Saves:
 
     def new(self) -> str | None:
         """Return the path of the checkpoint that was written since the last call of this method, or None."""
-        earlier, self._files = self._files, self._written()
+        earlier, self._files = self._files, self._written_files()
         new = self._files - earlier
         return str(Path(getattr(self._handler.save_handler, "dirname", ""), new.pop())) if new else None
 
-    def _written(self) -> set[str]:
+    def _written_files(self) -> set[str]:
         return {file for _, file in self._handler.state_dict()["_saved"]}

@@ -70,9 +70,9 @@ class InstructLabGuest(Guest):
         "on_clip_gradients_start": "_gradients_are_there",
         "on_optimizer_step_end": "_optimizer_ends",
         "on_train_step_end": "_step_ends",
-        "on_log": "_logged",
-        "on_eval_all_end": "_evaluated",
-        "on_checkpoint_published": "_saved",
+        "on_log": "_call_on_log",
+        "on_eval_all_end": "_call_on_evaluate",
+        "on_checkpoint_published": "_call_on_save",
         "on_epoch_end": "_epoch_ends",
         "on_run_end": "_run_ends",
     }
@@ -109,7 +109,7 @@ class InstructLabGuest(Guest):
     # --- handlers of callsheet's events, which call the hooks in InstructLab's order ---
 
     async def _train_begins(self, ctx: Context) -> None:
-        ended = self._ended()  # call the end hooks of an earlier training in this run, if they were not called yet
+        ended = self._end_training()  # call the end hooks of an earlier training in this run, if they were not called yet
         self._begin()
         context, run, now = self.context, ctx.run, ctx.state.timestamp
         context.step, context.epoch = now.batch + 1, now.epoch
@@ -151,7 +151,7 @@ class InstructLabGuest(Guest):
     def _step_ends(self, ctx: Context) -> None:
         self._ends_step = True
 
-    async def _logged(self, ctx: Context) -> None:
+    async def _call_on_log(self, ctx: Context) -> None:
         values = ctx.record.values
         if "train/loss" not in values:  # this is the record of an evaluation
             return
@@ -174,7 +174,7 @@ class InstructLabGuest(Guest):
         self._last = ctx.record.step, now.sample, now.token, ctx.record.elapsed_seconds
         await self._call(self._hook_call("on_log"))
 
-    async def _evaluated(self, ctx: Context) -> None:
+    async def _call_on_evaluate(self, ctx: Context) -> None:
         results = ctx.eval_results
         if ctx.standalone or not self._is_training or not results:
             return
@@ -186,7 +186,7 @@ class InstructLabGuest(Guest):
             }
         await self._call(self._hook_call("on_evaluate"))
 
-    async def _saved(self, ctx: Context) -> None:
+    async def _call_on_save(self, ctx: Context) -> None:
         if ctx.checkpoint is None or not self._is_training:
             return
         await self._call(self._hook_call("on_save", checkpoint_path=self.checkpoint_path(ctx.checkpoint, ctx)))
@@ -197,7 +197,7 @@ class InstructLabGuest(Guest):
         await self._call(*ended)
 
     async def _run_ends(self, ctx: Context) -> None:
-        await self._call(*self._ended())
+        await self._call(*self._end_training())
         await finish_tasks(TASKS_SECONDS, f"InstructLab's callback {label_of(self)}")
 
     # --- paths in the context ---
@@ -227,7 +227,7 @@ class InstructLabGuest(Guest):
             ended.append(self._hook_call("on_epoch_end"))
         return ended
 
-    def _ended(self) -> list[_HookCall]:
+    def _end_training(self) -> list[_HookCall]:
         if not self._is_training:
             return []
         ended = [*self._boundary(), self._hook_call("on_train_end")]

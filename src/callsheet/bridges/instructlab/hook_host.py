@@ -75,7 +75,7 @@ def _class_over(TrainerCallback: type) -> Any:  # noqa: N803  # the class below 
             if host is None:  # InstructLab has created this callback in the process of a rank, which has no host yet
                 from callsheet.bridges.instructlab.hook_host import InstructLabHost
 
-                host = InstructLabHost.arrived()
+                host = InstructLabHost.from_environment()
             self.host = host
 
         def sent(self):  # type: ignore[no-untyped-def]
@@ -168,7 +168,7 @@ class InstructLabHost(HostBase):
                         os.environ[name] = before[name]
 
     @classmethod
-    def arrived(cls) -> InstructLabHost:
+    def from_environment(cls) -> InstructLabHost:
         """Create the host on a rank, with the callbacks that the launching process has sent to the rank."""
         arrived = open_payload(os.environ)
         extra: Any = arrived.extra
@@ -177,7 +177,7 @@ class InstructLabHost(HostBase):
     # --- what is not supported ---
 
     def _reject(self) -> None:
-        is_served = self._check.served((*NOT_FIRED, *NOT_SEEN))
+        is_served = self._check.make_served_predicate((*NOT_FIRED, *NOT_SEEN))
         for event in (*NOT_SEEN, *NOT_FIRED):
             for each in self._check.listeners(event):
                 if event in NOT_SEEN or not is_served(each):

@@ -106,8 +106,8 @@ class HookedRun(ObservedRun):
                 **dict.fromkeys(_ENTRY_EVENTS, lambda: self._order.leave()),
                 **dict.fromkeys(("on_epoch_end", "on_round_end"), lambda: self._order.reach()),
                 "on_forward_backward_end": self._loss_is_known,
-                "on_clip_gradients_end": self._clipped,
-                "on_optimizer_step_end": self._stepped,
+                "on_clip_gradients_end": self._clear_grad_norm,
+                "on_optimizer_step_end": self._record_optimizer_step,
                 "on_train_step_end": self._step_ends,
             },
         )
@@ -233,10 +233,10 @@ class HookedRun(ObservedRun):
         if self.loss is not None:
             self.ctx.loss = self.loss
 
-    def _clipped(self) -> None:
+    def _clear_grad_norm(self) -> None:
         self.ctx.grad_norm = None  # InstructLab reports the norm later, at `on_log`
 
-    def _stepped(self) -> None:
+    def _record_optimizer_step(self) -> None:
         self.ctx.step_skipped, self.has_stepped = False, True
 
     def _step_ends(self) -> None:

@@ -32,7 +32,7 @@ from callsheet.bridges.hosted_run import HostedRun
 from callsheet.bridges.keras.events import NOT_FIRED
 from callsheet.bridges.keras.guests import check_backend
 from callsheet.bridges.keras.internals import HOST, PACKAGE
-from callsheet.bridges.keras.optimizer import Scale, Steps, shown_optimizer
+from callsheet.bridges.keras.optimizer import Scale, Steps, wrap_optimizer
 from callsheet.bridges.training_hooks import TrainingHooks
 from callsheet.core.callback import Callback
 from callsheet.core.manager import CallbackManager
@@ -137,7 +137,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             weight.data_ptr() for weight in module.parameters()
         }:
             raise ConfigError(f"the Keras model has {len(missing)} weights that are not in host(model=...); omit that argument")
-        shown = shown_optimizer(optimizer, model) if optimizer is not None else None
+        shown = wrap_optimizer(optimizer, model) if optimizer is not None else None
         epochs = self.params.get("epochs") if is_training else None
         self._run = run = HostedRun(
             self.manager,
@@ -187,10 +187,10 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
             self.model._initial_epoch = run.state.timestamp.epoch  # makes `fit` continue at this epoch
         self._batch, self._earlier_steps = None, run.state.timestamp.batch - run.state.timestamp.batch_in_epoch
         me = weakref.proxy(self)
-        run.counts.follow(lambda: me._counted())
+        run.counts.follow(lambda: me._read_counts())
         self._stop_if_asked(run)
 
-    def _counted(self) -> Counts:
+    def _read_counts(self) -> Counts:
         """Return Keras's counts of steps and epochs. Keras counts the batches of an epoch, and each batch is a step."""
         return Counts(None if self._batch is None else self._earlier_steps + self._batch + 1, self._epochs)
 
@@ -221,7 +221,7 @@ class KerasHost(HostBase, keras.callbacks.Callback):  # type: ignore[misc]  # my
         if position.to_skip:
             position.to_skip -= 1
             if not position.to_skip:
-                position.skipped()
+                position.end_skipping()
             return None
         if driver.listen():
             training.listen()

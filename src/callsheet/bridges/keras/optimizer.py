@@ -102,7 +102,7 @@ class KerasOptimizer(Facade):
             variables[int(name.partition(":")[0])].assign(value)
 
 
-def shown_optimizer(optimizer: Any, model: Any) -> KerasOptimizer:
+def wrap_optimizer(optimizer: Any, model: Any) -> KerasOptimizer:
     """Wrap the optimizer in a `KerasOptimizer` whose class has the name of the optimizer's class, such as `Adam`.
 
     Metrics records and checkpoints contain this name.

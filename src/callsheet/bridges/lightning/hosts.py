@@ -25,10 +25,10 @@ from callsheet.bridges.lightning.parts import (
     ClosureWatch,
     Saves,
     StepHooks,
-    counted,
     dataset_names,
     duration_of,
     plain_name,
+    read_counts,
 )
 from callsheet.bridges.optimizer_hooks import SteppedHooks
 from callsheet.core import ranks as distributed
@@ -202,7 +202,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         self._watch = watch = ClosureWatch(run.driver, run.ctx, scaler)
         run.losses = watch.reader
         self._forward = StepHooks(run.driver, run.ctx, pl_module)
-        self._clip = ClipHook(pl_module, self._clipped)
+        self._clip = ClipHook(pl_module, self._end_clipping)
         # With manual optimization, ignore a backward pass after `optimizer.step()`, because it belongs to the next optimizer.
         is_manual = not pl_module.automatic_optimization
         self._stepped = SteppedHooks(run, optimizers, ended=watch.stop if is_manual else None)
@@ -212,7 +212,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         # A checkpoint that was saved at an epoch's last step does not count this epoch, so count the epoch now.
         while run.state.timestamp.epoch < trainer.current_epoch:
             run.state.timestamp = run.state.timestamp.next_epoch()
-        run.counts.follow(functools.partial(counted, weakref.proxy(trainer)))
+        run.counts.follow(functools.partial(read_counts, weakref.proxy(trainer)))
         batches = trainer.num_training_batches
         self._length = int(batches) if batches != float("inf") else None
         self._set_epoch_length(trainer)
@@ -298,13 +298,13 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
             if not run.driver.spans["clip_gradients"].has_no_listeners:
                 run.driver.start("clip_gradients")
             if not self._clip.is_on:
-                self._clipped()
+                self._end_clipping()
             # Reset the sum only now, because the events above make the step's loss available.
             watch.last, watch.total = watch.total, None
         except Exception as error:
             self._leave(error)
 
-    def _clipped(self) -> None:
+    def _end_clipping(self) -> None:
         run = self._run
         if run is None:
             return
@@ -417,7 +417,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         if trainer.sanity_checking or run is None or not self._names:
             return
         if dataloader_idx != self._dataset:
-            run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+            run.eval.end_dataset(self._names[self._dataset], self._read_results(trainer, "val"))
             self._next_dataset(run, dataloader_idx)
         run.eval.ctx.batch = batch
         run.eval.driver.start("eval_step")
@@ -445,7 +445,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         if trainer.sanity_checking or run is None:
             return
         if self._names:
-            run.eval.end_dataset(self._names[self._dataset], self._found(trainer, "val"))
+            run.eval.end_dataset(self._names[self._dataset], self._read_results(trainer, "val"))
         self._names = []
         run.eval.end()
         self._steps.remove()
@@ -456,7 +456,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
         run.boundaries.fire_checkpoint_due("step")
         self._stop_if_asked(run, trainer)
 
-    def _found(self, trainer: Any, prefix: str) -> dict[str, float]:
+    def _read_results(self, trainer: Any, prefix: str) -> dict[str, float]:
         """Return an evaluation's results under names without Lightning's prefixes, such as `loss` for `val_loss`."""
         return {plain_name(name, prefix): float(value) for name, value in self._new_metrics(trainer).items()}
 
@@ -482,7 +482,7 @@ class LightningHost(HostBase, LightningCallback):  # type: ignore[misc]  # mypy 
     @in_a_run
     def on_test_end(self, run: HostedRun, trainer: Any, pl_module: Any) -> None:
         """End the test, whose results are available now."""
-        found = self._found(trainer, "test")
+        found = self._read_results(trainer, "test")
         run.eval.ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items() if "loss" in name}
         run.eval.ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
         run.eval.driver.end("test")

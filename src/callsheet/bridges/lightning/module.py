@@ -31,24 +31,24 @@ class ModuleFacade(OfGuest):
     @property
     def configure_model(self) -> Any:
         """LightningModule's own `configure_model`, so that Lightning does not consider this method overridden."""
-        return self._inherited("configure_model")
+        return self._inherited_method("configure_model")
 
     @property
     def optimizer_step(self) -> Any:
         """LightningModule's own `optimizer_step`, so that Lightning does not consider this method overridden."""
-        return self._inherited("optimizer_step")
+        return self._inherited_method("optimizer_step")
 
     @property
     def optimizer_zero_grad(self) -> Any:
         """LightningModule's own `optimizer_zero_grad`, so that Lightning does not consider this method overridden."""
-        return self._inherited("optimizer_zero_grad")
+        return self._inherited_method("optimizer_zero_grad")
 
     @property
     def configure_gradient_clipping(self) -> Any:
         """LightningModule's own `configure_gradient_clipping`, so that Lightning does not consider this method overridden."""
-        return self._inherited("configure_gradient_clipping")
+        return self._inherited_method("configure_gradient_clipping")
 
-    def _inherited(self, name: str) -> Any:
+    def _inherited_method(self, name: str) -> Any:
         return getattr(self._guest.package.LightningModule, name).__get__(self)
 
     @property

@@ -219,7 +219,7 @@ def duration_of(trainer: Any) -> str | None:
     return f"{epochs}ep" if has_epochs else f"{steps}ba" if steps >= 0 else None
 
 
-def counted(trainer: Any) -> Counts:
+def read_counts(trainer: Any) -> Counts:
     """Return how many steps and epochs Lightning has counted.
 
     With manual optimization, `global_step` adds up the steps of all optimizers. So count each batch as one step, as the host does.

@@ -97,11 +97,13 @@ def overview() -> str:
         lines.append(" ".join([name.ljust(width), *signs]).rstrip())
     legend = "✓ works   ~ works with a limit   ✗ rejected"
     hint = "`callsheet bridges NAME` prints the limits and reasons of one bridge, and that framework's callbacks as guests"
-    built_on = [line for each in found.values() if each.derived for line in ["", f"Built on {each.name}", *_derived(each)]]
+    built_on = [
+        line for each in found.values() if each.derived for line in ["", f"Built on {each.name}", *_format_derived_trainers(each)]
+    ]
     return "\n".join([*lines, *built_on, "", legend, hint])
 
 
-def _derived(framework: Framework) -> list[str]:
+def _format_derived_trainers(framework: Framework) -> list[str]:
     """Return a text table of other libraries' trainers that are built on the framework's trainer."""
     width = max(map(len, framework.derived))
     lines = [" ".join([" " * width, *CHECKS, "library"])]
@@ -129,7 +131,7 @@ def about(bridge: str) -> str:
             lines.append(f"  {_sign(cell)} {name:<{width}}  {first}".rstrip())
             lines += [f"    {'':<{width}}  {line}" for line in rest]
     if found.derived:
-        lines += ["", f"trainers that are built on {found.name}", *_derived(found)]
+        lines += ["", f"trainers that are built on {found.name}", *_format_derived_trainers(found)]
         lines += [f"  {_sign(cell)} {name}: {cell.why}" for name, _, cell in _limits(found)]
     return "\n".join(lines)
 

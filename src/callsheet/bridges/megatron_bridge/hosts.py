@@ -303,7 +303,7 @@ class MegatronBridgeHost(HostBase):
     def on_eval_end(self, run: HostedRun, context: Any) -> None:
         """End the validation."""
         self._end_observing()
-        run.eval.end_dataset("validation", self._found(run, context))
+        run.eval.end_dataset("validation", self._gather_eval_losses(run, context))
         run.eval.end()
         run.fire_record()
         if self._settings.is_training:
@@ -334,7 +334,7 @@ class MegatronBridgeHost(HostBase):
         """End the test and, unless Megatron is training, also the run."""
         self._end_observing()
         ctx = run.eval.ctx
-        found = self._found(run, context)
+        found = self._gather_eval_losses(run, context)
         ctx.eval_losses = {name: torch.tensor(value) for name, value in found.items()}
         ctx.log({f"test/{name}": value for name, value in found.items()}, across="same")
         run.eval.driver.end("test")
@@ -351,7 +351,7 @@ class MegatronBridgeHost(HostBase):
         self._forward.evaluating = ""
         self._forward.listen(self._listens_to_forward and self._settings.is_training)
 
-    def _found(self, run: HostedRun, context: Any) -> dict[str, float]:
+    def _gather_eval_losses(self, run: HostedRun, context: Any) -> dict[str, float]:
         """Return the losses of an evaluation, by name, as Megatron has computed them.
 
         With pipelining only the last stage has them, so they are gathered for all ranks.

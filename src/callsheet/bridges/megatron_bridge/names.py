@@ -158,7 +158,7 @@ class CallbackManager:
         Raises:
             ValueError: there is no such event.
         """
-        self._checked(event_name).append(fn)
+        self._get_functions(event_name).append(fn)
 
     def list_callbacks(self, event_name: str) -> list[Function]:
         """Return the functions that are called for an event, in order, as a new list.
@@ -169,7 +169,7 @@ class CallbackManager:
         Raises:
             ValueError: there is no such event.
         """
-        return list(self._checked(event_name))
+        return list(self._get_functions(event_name))
 
     def has_callbacks(self, event_name: str) -> bool:
         """Return whether any function is called for an event.
@@ -192,7 +192,7 @@ class CallbackManager:
         for function in self._callbacks[event_name]:
             function(context)
 
-    def _checked(self, event: str) -> list[Function]:
+    def _get_functions(self, event: str) -> list[Function]:
         if event not in VALID_EVENTS:
             # The message begins like that of Megatron Bridge, because tests of Megatron Bridge's users compare the message.
             raise ValueError(f"Unknown event '{event}'. Valid events: {sorted(VALID_EVENTS)}{did_you_mean(event, VALID_EVENTS)}")

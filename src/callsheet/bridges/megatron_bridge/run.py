@@ -69,7 +69,7 @@ class MegatronBridgeRun(Common):
         chunks = self._at(ctx, ctx.state.timestamp.batch - 1)
         norm: Any = ctx.grad_norm
         made = CallbackContext if norm is None or type(norm) is float else StepContext
-        losses, was_skipped = _named(ctx.loss_dict), bool(ctx.step_skipped)
+        losses, was_skipped = _rename_loss(ctx.loss_dict), bool(ctx.step_skipped)
         self.context = made(self.state, chunks, self.user_state, ctx.optimizer, ctx.scheduler, losses, norm, was_skipped)
 
     def on_eval_start(self, ctx: Context) -> None:
@@ -98,7 +98,7 @@ class MegatronBridgeRun(Common):
     def on_test_end(self, ctx: Context) -> None:
         """Create a new context for the callbacks, with the losses of the test."""
         self.on_eval_step_start(ctx)
-        self.context.total_loss_dict = _named(ctx.eval_losses)
+        self.context.total_loss_dict = _rename_loss(ctx.eval_losses)
 
     def on_checkpoint_published(self, ctx: Context) -> None:
         """Create the callbacks' context for this event, with the optimizer but without the scheduler."""
@@ -165,7 +165,7 @@ def _steps_of(progress: TrainState) -> int | None:
     return int(longest.value) if longest.unit is TimeUnit.BATCH else None
 
 
-def _named(losses: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_loss(losses: Mapping[str, Any]) -> dict[str, Any]:
     """Return the losses by name, with `loss` renamed to Megatron's `lm loss`.
 
     If the loop itself reports a loss named `lm loss`, `loss` is left out.

@@ -162,10 +162,10 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             run.checkpoints.loads = lambda: self._load_restored(run, unit)
         self._begin_run(run, hooks, NOT_FIRED, resume=self._resume_path)
         if is_training and self._progress is not None:
-            run.counts.follow(lambda: me._counted())
+            run.counts.follow(lambda: me._read_counts())
         return run
 
-    def _counted(self) -> Counts:
+    def _read_counts(self) -> Counts:
         """Return torchtnt's counts of steps and epochs.
 
         torchtnt counts batches, so with gradient accumulation the number of steps is None.
@@ -199,7 +199,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
         self._is_exhausted = False
         run.driver.start("epoch")
 
-    def _fetched(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
+    def _fetch_batch(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """Call the unit's `get_next_train_batch`. Return its batch or, if a callback has replaced this batch, the new one."""
         run, position = self._run, self._position
         if run is None:
@@ -208,7 +208,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             fetch(state, batches)
             position.to_skip -= 1
             if not position.to_skip:
-                position.skipped()
+                position.end_skipping()
         is_started = self._begin_fetch(run)
         try:
             batch = fetch(state, batches)
@@ -247,14 +247,14 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
             self._leave(error)
             return batch
 
-    def _fetched_to_evaluate(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
+    def _fetch_eval_batch(self, fetch: Callable[[State, Iterator[Any]], Any], state: State, batches: Iterator[Any]) -> Any:
         """Call the unit's `get_next_eval_batch` or `get_next_predict_batch`, and store the batch until its step starts."""
         self._batch = batch = fetch(state, batches)
         return batch
 
     def _fetchers(self) -> dict[str, Callable[..., Any]]:
-        evaluated = dict.fromkeys(("get_next_eval_batch", "get_next_predict_batch"), self._fetched_to_evaluate)
-        return {"get_next_train_batch": self._fetched, **evaluated}
+        evaluated = dict.fromkeys(("get_next_eval_batch", "get_next_predict_batch"), self._fetch_eval_batch)
+        return {"get_next_train_batch": self._fetch_batch, **evaluated}
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         """Start a microbatch. If it is the first one of a step, start the step first."""
@@ -382,7 +382,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_eval_step_start(self, state: State, unit: Any) -> None:
-        """Start a step of the evaluation with the batch that `_fetched_to_evaluate` has stored."""
+        """Start a step of the evaluation with the batch that `_fetch_eval_batch` has stored."""
         run = self._run
         if run is not None and self._fires_eval:
             run.eval.ctx.batch = self._batch
@@ -427,7 +427,7 @@ class TorchTNTHost(HostBase, TorchTNTCallback):  # type: ignore[misc]  # mypy do
 
     @observing
     def on_predict_step_start(self, state: State, unit: Any) -> None:
-        """Start a step of the prediction with the batch that `_fetched_to_evaluate` has stored."""
+        """Start a step of the prediction with the batch that `_fetch_eval_batch` has stored."""
         run = self._run
         if run is not None and run.driver.is_open("predict"):
             run.ctx.batch = self._batch

@@ -243,7 +243,7 @@ class _RecipeGuest(AutoModelGuest):
         self._scheduled = recipe._as_scheduled
         super().__init__(recipe.callback_runner, name="automodel", recipe=recipe, constants=constants)
 
-    def made(self, ctx: Context) -> RecipeFacade:
+    def make_facade(self, ctx: Context) -> RecipeFacade:
         """Return an object with the run's state and, if configured, AutoModel's intervals, for AutoModel's callbacks to read."""
         return RecipeFacade(ctx) if self._scheduled is None else _Facade(ctx, StepScheduler(ctx, self._scheduled.schedule))
 
