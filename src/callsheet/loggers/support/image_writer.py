@@ -29,7 +29,7 @@ class ImageWriter:
         self._folder = folder
         self._may_write = may_write
         self._failure: Exception | None = None
-        self._lane = Lane(f"{label}'s images", self._written, _LANE_OPTIONS)
+        self._lane = Lane(f"{label}'s images", self._write_images, _LANE_OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
         """Queue copies of `images`. The background thread writes them to `files` (paths in the folder), and then calls the function `then`."""
@@ -51,7 +51,7 @@ class ImageWriter:
         finally:
             close([self._lane])
 
-    def _written(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
+    def _write_images(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
         from callsheet.loggers.support.pixels import png  # imported here because `pixels` needs numpy
 
         files, images, then = batch
