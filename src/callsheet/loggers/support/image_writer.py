@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.lane_options import LaneOptions
-from callsheet.lanes.capture import copied
+from callsheet.lanes.capture import copy_value
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.loggers.support.file_names import replace_file
 
@@ -34,7 +34,7 @@ class ImageWriter:
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
         """Queue copies of `images`. The background thread writes them to `files` (paths in the folder), and then calls the function `then`."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
-        self._lane.put((list(files), copied(here, {}), then))
+        self._lane.put((list(files), copy_value(here, {}), then))
         self._report_failure()
 
     def flush(self) -> None:
