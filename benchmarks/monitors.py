@@ -147,7 +147,7 @@ class Switch(Callback):
             for registration in self.manager._table.registrations:
                 if registration.thing in self.monitors:  # handlers that a monitor has muted by itself stay muted
                     registration.is_off = state == MUTED
-            self.manager._table.changed()
+            self.manager._table.recompile()
 
     def on_log(self, ctx: Context) -> None:
         """Do nothing. The handler makes the manager make records even if all monitors are muted."""

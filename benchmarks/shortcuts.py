@@ -96,7 +96,7 @@ def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tu
 
         return enqueue
 
-    def deliverer(capturing: Any, event: str, registration: Any, handler: Any, answered: Any, fails: Any) -> Any:
+    def deliverer(capturing: Any, event: str, registration: Any, handler: Any, await_answer: Any, fails: Any) -> Any:
         def deliver(values: Any) -> None:
             if registration.is_off and registration.is_silent_at(event):
                 return
@@ -104,7 +104,7 @@ def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tu
             try:
                 made.state = object.__new__(TrainState)
                 made.step, made.epoch = values[2:4]
-                arrived = values if type(values) is tuple else capturing.arrived(values)
+                arrived = values if type(values) is tuple else capturing.resolve_pending(values)
                 for name, value in zip(capture._STATE_ATTRIBUTES, arrived[4:], strict=False):
                     setattr(made.state, name, value)
                 for name, value in zip(names, arrived[capture._FIRST_FIELD_PLACE :], strict=True):
@@ -112,7 +112,7 @@ def capture_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tu
                 if arrived is not values:
                     capturing.drop_unavailable(made)
                 if (answer := handler(made)) is not None:
-                    answered(answer)
+                    await_answer(answer)
             except BaseException as error:
                 fails(made, error)
             else:
@@ -197,7 +197,7 @@ MUTING = "`ctx.mute(until=)`: handlers are unmuted at a step"
 
 CHANGES: dict[str, Change] = {
     CLOSE: partial(replaced, Context, "close", close),
-    CAPTURE: partial(replaced, capture, "_compiled_functions", capture_functions),
+    CAPTURE: partial(replaced, capture, "_compile_functions", capture_functions),
     PASSED: all_spans_opened,
     START_STEP: partial(replaced, LifecycleDriver, "start_step", lambda self: self.start("train_step")),
     END_STEP: partial(replaced, LifecycleDriver, "end_step", lambda self: self.end("train_step")),

@@ -12,7 +12,7 @@ import pytest
 
 from callsheet import Callback, CallbackSpec, Context, RunInfo, at, every, local_rank_zero_only, rank_zero_only
 from callsheet.callbacks import CheckpointSaver, EarlyStopper
-from callsheet.core.callback import Marks, label_of, marks, ungated
+from callsheet.core.callback import Marks, label_of, marks, remove_gate
 from callsheet.core.spec import import_path
 from callsheet.core.time import Interval, Time
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, UnknownArgument
@@ -174,14 +174,14 @@ def test_ungated_removes_the_gate_of_a_method_which_stays_bound(monkeypatch: pyt
     callback = Gated()
     callback.on_log(context())
     assert recorded == []
-    ungated(callback.on_log)(context())
+    remove_gate(callback.on_log)(context())
     assert recorded == [callback]
 
 
 def test_ungated_keeps_other_wrappers() -> None:
     handler = Plain().on_log
-    assert ungated(handler) is handler
-    assert ungated(print) is print
+    assert remove_gate(handler) is handler
+    assert remove_gate(print) is print
 
 
 # --- as data ---

@@ -142,7 +142,7 @@ def steps(flops: StepFlops, model: Any, number: int) -> list[Any]:
     recorded = []
     for _ in range(number):
         for _ in range(2):
-            flops.fetched(torch.ones(3, 2))
+            flops.add_batch(torch.ones(3, 2))
         flops.begin_step()
         with torch.autocast("cpu", torch.bfloat16):
             outputs = model(torch.ones(6, 2))
@@ -186,9 +186,9 @@ def test_the_flops_of_a_step_scale_with_the_size_of_its_batches() -> None:
         of_a_step,
     ]
     assert flops.rate == of_a_step / 12
-    flops.fetched(torch.ones(4, 5))
+    flops.add_batch(torch.ones(4, 5))
     flops.begin_step()
-    flops.fetched(torch.ones(1))  # a fetch for a step that does not start
+    flops.add_batch(torch.ones(1))  # a fetch for a step that does not start
     resumed = StepFlops()
     resumed.load_state_dict(flops.state_dict())
     assert flops.take(0)[0] == resumed.take(0)[0] == of_a_step / 12 * 20

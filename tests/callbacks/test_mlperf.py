@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from callsheet import Callback, CallbackManager, Context, RunInfo, Trainer
 from callsheet.callbacks.checkpoint_saver import CheckpointSaver
 from callsheet.callbacks.mlperf import MLPerfCallback
-from callsheet.callbacks.support.mlperf_result import ResultFile, found, now_ms, samples
+from callsheet.callbacks.support.mlperf_result import ResultFile, find_hyperparameters, now_ms, samples
 from callsheet.errors import ConfigError
 from callsheet.testing import run_ranks
 from forked import python  # type: ignore[import-not-found]  # pytest has its folder on the path
@@ -345,13 +345,13 @@ def test_given_values_override_detected_ones(tmp_path: Path) -> None:
 
 def test_values_are_detected_for_other_optimizers_and_batches() -> None:
     ctx = Context(RunInfo("run"))
-    assert "opt_name" not in found(ctx, [[1]], {})
+    assert "opt_name" not in find_hyperparameters(ctx, [[1]], {})
     ctx.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5), weight_decay=0.125)
-    recorded = found(ctx, [[0, 0]], {})
+    recorded = find_hyperparameters(ctx, [[0, 0]], {})
     assert (recorded["opt_name"], recorded["opt_base_learning_rate"], recorded["opt_weight_decay"]) == ("sgd", 0.5, 0.125)
     assert "micro_batch_size" not in recorded
     ctx.optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))])
-    assert found(ctx, [[1]], {})["opt_adam_beta_2"] == 0.999
+    assert find_hyperparameters(ctx, [[1]], {})["opt_adam_beta_2"] == 0.999
     assert samples({"name": "text", "pair": [None, (torch.ones(3, 2), torch.ones(9))]}) == 3
     assert samples({"name": "text"}) == 0
     assert samples(torch.tensor(1.0)) == 1

@@ -98,7 +98,7 @@ def test_no_request_is_lost_while_one_thread_writes_and_one_reads(tmp_path: Path
 
     def take() -> None:
         while not done.is_set() or (tmp_path / "trigger").exists():
-            taken.extend(trigger._taken())
+            taken.extend(trigger._take_lines())
 
     capture = threading.Thread(target=take)
     capture.start()

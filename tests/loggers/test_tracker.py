@@ -18,7 +18,7 @@ from callsheet import Background, Context, Trainer
 from callsheet.core.lane_options import LaneOptions
 from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
-from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, flat, nested, plain
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, flatten, plain, unflatten
 
 HANGS = ("open", "write", "close")
 
@@ -164,7 +164,7 @@ def test_flat_returns_settings_by_dotted_name() -> None:
         "none": None,
         3: numpy.int64(4),
     }
-    assert flat(values) == {  # type: ignore[arg-type]  # a key that is no string
+    assert flatten(values) == {  # type: ignore[arg-type]  # a key that is no string
         "optimizer.lr": 0.1,
         "optimizer.betas": [0.9, 0.95],
         "callbacks.0.class_path": "a.B",
@@ -183,8 +183,8 @@ def test_flat_returns_settings_by_dotted_name() -> None:
 
 def test_nested_restores_dictionaries_from_dotted_names() -> None:
     values = {"optimizer": {"lr": 0.1, "more": {"eps": 1}}, "seed": 3}
-    assert nested(flat(values)) == values
-    assert nested({"a": 1, "a.b": 2}) == {"a": {"b": 2}}
+    assert unflatten(flatten(values)) == values
+    assert unflatten({"a": 1, "a.b": 2}) == {"a": {"b": 2}}
 
 
 @pytest.mark.parametrize(

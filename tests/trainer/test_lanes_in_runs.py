@@ -36,7 +36,7 @@ from callsheet import (
 )
 from callsheet.core.lifecycle import EVENTS
 from callsheet.errors import ConfigError, NotACallbackError, RegistrationError, RequestRejected
-from callsheet.lanes.capture import copied
+from callsheet.lanes.capture import copy_value
 from callsheet.loggers import Logger
 from callsheet.testing import Recorder, run_ranks
 
@@ -453,7 +453,7 @@ class Named(NamedTuple):
 def test_values_of_all_kinds_keep_their_type_in_a_snapshot(make: Callable[[torch.Tensor], Any]) -> None:
     y = torch.ones(3, requires_grad=True) * 2
     value = make(y)
-    made = copied(value, {})
+    made = copy_value(value, {})
     assert type(made) is type(value)
     assert repr(made) == re.sub(r", grad_fn=<\w+>", "", repr(value))
     before = repr(made)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from callsheet.callbacks.support.metric_mode import Mode, sign_of
-from callsheet.checkpoint.rotation import forget, held_by, is_of_run, rotate
+from callsheet.checkpoint.rotation import checkpoints_kept_for, forget, is_of_run, rotate
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
 from callsheet.core.control import SaveKind
@@ -167,7 +167,7 @@ class CheckpointSaver(Callback):
             forget(ctx)
         elif self._take(ctx):
             self._saved_at = info.step
-        has_best = ctx.gather(bool(held_by(ctx, self._best_label)))[0]
+        has_best = ctx.gather(bool(checkpoints_kept_for(ctx, self._best_label)))[0]
         if not has_best:  # the best checkpoint was deleted: forget its score, so that the next evaluation counts as the best
             self._best_score = math.inf
 

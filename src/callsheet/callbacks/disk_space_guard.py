@@ -96,7 +96,7 @@ class DiskSpaceGuard(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._largest = state["largest"]
 
-    def _found(self, ctx: Context) -> Path:
+    def _find_folder(self, ctx: Context) -> Path:
         """Return the checkpoint folder or, if it does not exist yet, its nearest existing parent."""
         place = self._path
         if place is None:
@@ -115,7 +115,7 @@ class DiskSpaceGuard(Callback):
         if self._place is not None:
             with suppress(FileNotFoundError):
                 return shutil.disk_usage(self._place).free
-        self._place = self._found(ctx)
+        self._place = self._find_folder(ctx)
         return shutil.disk_usage(self._place).free
 
     def _check_disk(self, ctx: Context) -> int | None:

@@ -42,7 +42,7 @@ class EarlyStopper(Callback):
     requests = ("stop",)
 
     def __init__(self, *, monitor: str, mode: Mode = "min", patience: int | str | Time = 3, min_delta: float = 0.0) -> None:
-        self._monitor = _checked_monitor(monitor)
+        self._monitor = _check_monitor(monitor)
         self._sign = sign_of(mode)
         self._patience = Time.parse(patience) if not isinstance(patience, int) else patience
         if isinstance(patience, bool) or (self._patience.value if isinstance(self._patience, Time) else self._patience) <= 0:
@@ -82,7 +82,7 @@ class EarlyStopper(Callback):
         """Compare the monitored value with the best so far, and stop if the patience has run out."""
         if ctx.standalone:  # ignore an evaluation that the user called directly, because it may use other data
             return
-        value = evaluated(ctx, self._monitor)
+        value = find_result(ctx, self._monitor)
         if value is None:
             # `eval_results` is empty if a signal interrupted the evaluation. Do not warn about the missing metric then.
             if not self._is_warned and ctx.eval_results:
@@ -144,7 +144,7 @@ class EarlyStopper(Callback):
         self._is_resumed = True
 
 
-def evaluated(ctx: Context, monitor: str) -> float | None:
+def find_result(ctx: Context, monitor: str) -> float | None:
     """Return the value of `<dataset>/<metric>` in the current evaluation, or None if the dataset was not evaluated this time.
 
     Raises:
@@ -156,7 +156,7 @@ def evaluated(ctx: Context, monitor: str) -> float | None:
     return values[one_of("monitor", monitor, tuple(values))]
 
 
-def _checked_monitor(monitor: str) -> str:
+def _check_monitor(monitor: str) -> str:
     if not all(monitor.partition("/")):
         raise ConfigError(f"monitor={monitor!r}: write <dataset>/<metric>, such as 'validation/loss'")
     return monitor

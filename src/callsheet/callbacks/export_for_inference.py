@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from callsheet.callbacks.support.inference_files import FORMATS, Call, Format, exported_program, publish, reason, write_onnx
+from callsheet.callbacks.support.inference_files import FORMATS, Call, Format, export_program, publish, reason, write_onnx
 from callsheet.checkpoint import export_huggingface
 from callsheet.checkpoint.whole_copy import whole_copy
 from callsheet.core.callback import Callback, at, label_of, one_of
@@ -124,7 +124,7 @@ class ExportForInferenceCallback(Callback):
         if torch.compiler.is_compiling():
             return
         call = Call(args, {name: value for name, value in kwargs.items() if name != "labels"})
-        self._sample = call.small() if self._shapes != "none" else call.changed(lambda tensor: tensor.detach().clone())
+        self._sample = call.small() if self._shapes != "none" else call.map_tensors(lambda tensor: tensor.detach().clone())
         self._unhook()
 
     def on_log(self, ctx: Context) -> None:
@@ -157,7 +157,7 @@ class ExportForInferenceCallback(Callback):
         try:
             copied = whole_copy(ctx.model, keep=ctx.run.is_world_process_zero)
             if copied is not None:
-                written = self._written(ctx, copied.eval().requires_grad_(False))
+                written = self._write(ctx, copied.eval().requires_grad_(False))
         except Exception as raised:  # raise the error after `gather` below, because the other ranks wait there
             error = raised
         restore_random_state(random)
@@ -168,7 +168,7 @@ class ExportForInferenceCallback(Callback):
         for file in written:
             ctx.log_file(f"export/{file.relative_to(self._target(ctx).parent).as_posix()}", file)
 
-    def _written(self, ctx: Context, model: nn.Module) -> list[Path]:
+    def _write(self, ctx: Context, model: nn.Module) -> list[Path]:
         target = self._target(ctx)
         if not ctx.run.may_write(target):
             return []
@@ -181,7 +181,7 @@ class ExportForInferenceCallback(Callback):
                 export_huggingface(model, path, processor=self._processor)
             else:
                 assert self._sample is not None
-                program = exported_program(model, self._sample.changed(lambda tensor: tensor.detach().cpu()), self._shapes)
+                program = export_program(model, self._sample.map_tensors(lambda tensor: tensor.detach().cpu()), self._shapes)
                 if self._format == "onnx":
                     write_onnx(program, path, **self._names)
                 else:

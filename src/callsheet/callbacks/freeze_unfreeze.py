@@ -65,7 +65,7 @@ class FreezeUnfreeze(Callback):
         self._unfreeze()
         if self._is_over(ctx):
             return
-        found = self._found(ctx.model)
+        found = self._find_modules(ctx.model)
         ctx.model.state_dict(keep_vars=True)  # called for its side effect: a sharded model registers its shards as parameters
         its_own = dict.fromkeys(parameter for module in found for parameter in module.parameters())
         self._check_optimizer(ctx, its_own)
@@ -107,7 +107,7 @@ class FreezeUnfreeze(Callback):
             module.training = True
         self._forget()
 
-    def _found(self, model: nn.Module) -> list[nn.Module]:
+    def _find_modules(self, model: nn.Module) -> list[nn.Module]:
         modules = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in modules):

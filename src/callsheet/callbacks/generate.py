@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callsheet.callbacks.support.continuations import Prompt, Prompts, written
+from callsheet.callbacks.support.continuations import Prompt, Prompts, generate_continuations
 from callsheet.core.callback import Callback, label_of
 from callsheet.core.context import Context
 from callsheet.core.time import Interval, Time, Timestamp, elapsed_fraction
@@ -55,7 +55,7 @@ class Generate(Callback):
     collective = True  # all ranks must call the handlers, since a sharded model's forward pass runs collectives
     required_fields = ("model",)
     # `draws_random` is not set, because it makes the manager save and restore the random states at every step.
-    # Only the function `written` draws random numbers, and this function restores the random states itself.
+    # Only the function `generate_continuations` draws random numbers, and this function restores the random states itself.
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Generate(Callback):
             return
         self._drawn_at = ctx.step
         try:
-            rows = written(
+            rows = generate_continuations(
                 ctx.model,
                 self._prompts,
                 ctx.run.device,

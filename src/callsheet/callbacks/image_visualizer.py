@@ -134,7 +134,7 @@ class ImageVisualizer(Callback):
     def _log(self, ctx: Context) -> None:
         kept, self._kept = self._kept, {}
         for name, pictures in kept.items():
-            ctx.log_images(name, pictures.drawn())
+            ctx.log_images(name, pictures.draw())
 
     def _warn(self, why: str) -> None:
         if why not in self._warnings:

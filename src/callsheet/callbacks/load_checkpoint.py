@@ -117,13 +117,13 @@ class LoadCheckpoint(Callback):
         surplus = [f"{name} is not in the model" for name in there if name not in here and self._wants(name)]
         if self._strict and (misfits or surplus):
             raise CheckpointError(
-                f"{self._path} does not fit the model: {_shortened([*misfits.values(), *surplus])}; strict=False loads what fits"
+                f"{self._path} does not fit the model: {_summarize([*misfits.values(), *surplus])}; strict=False loads what fits"
             )
         if len(misfits) == len(wanted):
-            raise CheckpointError(f"nothing in {self._path} fits the model: {_shortened([*misfits.values(), *surplus])}")
+            raise CheckpointError(f"nothing in {self._path} fits the model: {_summarize([*misfits.values(), *surplus])}")
         left = [*misfits.values(), *surplus]
         return f"loaded {len(wanted) - len(misfits)} weights of {self._path}" + (
-            f"; left out: {_shortened(left)}" if left else ""
+            f"; left out: {_summarize(left)}" if left else ""
         )
 
     def _wants(self, name: str) -> bool:
@@ -158,5 +158,5 @@ def _model_of(loaded: Loaded, path: str) -> Mapping[str, Any]:
     return model
 
 
-def _shortened(reasons: Sequence[str]) -> str:
+def _summarize(reasons: Sequence[str]) -> str:
     return ", ".join(reasons[:5]) + (f", and {len(reasons) - 5} more" if len(reasons) > 5 else "")

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callsheet.callbacks.early_stopper import evaluated
+from callsheet.callbacks.early_stopper import find_result
 from callsheet.callbacks.support.metric_mode import ModeOrAuto, is_lower_better
 from callsheet.callbacks.support.mlperf_result import (
     Division,
@@ -18,8 +18,8 @@ from callsheet.callbacks.support.mlperf_result import (
     Submission,
     Target,
     accuracy_keys,
-    checked_hyperparameters,
-    found,
+    check_hyperparameters,
+    find_hyperparameters,
     now_ms,
     samples,
 )
@@ -99,7 +99,7 @@ class MLPerfCallback(Callback):
         if isinstance(cache_clear_cmd, str) or (cache_clear_cmd is not None and not cache_clear_cmd):
             raise ConfigError(f"cache_clear_cmd={cache_clear_cmd!r}: give a list of the program and its arguments")
         self._submission = Submission(benchmark, submitter, system_name, status, division, ruleset, root_folder, index)
-        self._hyperparameters = checked_hyperparameters(hyperparameters or {})
+        self._hyperparameters = check_hyperparameters(hyperparameters or {})
         is_min = is_lower_better(mode, monitor)
         # The arguments `benchmark` and `target` are given together, or neither is given (checked above).
         self._target = Target(monitor, target, is_min) if target is not None else None
@@ -168,7 +168,7 @@ class MLPerfCallback(Callback):
         """After the first step, write the hyperparameters that are known now, and run the compliance checker on the result."""
         if self._sizes is not None:
             sizes, self._sizes = ctx.gather(self._sizes), None
-            self._write_all(ctx, found(ctx, sizes, self._hyperparameters) | self._hyperparameters)
+            self._write_all(ctx, find_hyperparameters(ctx, sizes, self._hyperparameters) | self._hyperparameters)
             assert self._target is not None  # `_sizes` is not None here, and is set only if there is a target
             if complaints := ctx.gather(self._complaints_if_reached(ctx, self._target))[0]:
                 raise ConfigError(
@@ -189,7 +189,7 @@ class MLPerfCallback(Callback):
         """Write the evaluation's metric to the result file. If the metric reached the target, complete the file and stop training."""
         if ctx.standalone or self._target is None:
             return
-        value = evaluated(ctx, self._target.monitor)
+        value = find_result(ctx, self._target.monitor)
         if value is not None:
             self._write_all(ctx, self._as_accuracy(value))
         self._write(ctx, "eval_stop")

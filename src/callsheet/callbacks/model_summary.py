@@ -81,7 +81,7 @@ class ModelSummary(Callback):
     def on_forward_end(self, ctx: Context) -> None:
         """Show the table with the counted FLOPs."""
         if self._counter is not None:
-            counts = self._counted()
+            counts = self._stop_counting()
             self._show(
                 ctx, {name.partition(".")[2]: sum(by_kind.values()) for name, by_kind in counts.items() if name != "Global"}
             )
@@ -93,9 +93,9 @@ class ModelSummary(Callback):
     def on_exception(self, ctx: Context) -> None:
         """Stop counting FLOPs."""
         if self._counter is not None:
-            self._counted()
+            self._stop_counting()
 
-    def _counted(self) -> Mapping[str, Mapping[Any, int]]:
+    def _stop_counting(self) -> Mapping[str, Mapping[Any, int]]:
         counter, self._counter = self._counter, None
         assert counter is not None
         counter.__exit__(None, None, None)
@@ -110,7 +110,7 @@ class ModelSummary(Callback):
         rows = [row for model in modules for row in self._rows(model, flops)]
         ctx.log_table(self.name or "model/summary", columns, rows)
         if self._prints:
-            print(_drawn(columns, rows), flush=True)
+            print(_format_table(columns, rows), flush=True)
 
     def _rows(self, model: nn.Module, flops: Mapping[str, int]) -> list[Row]:
         below = [(name, module) for name, module in model.named_modules() if name and name.count(".") < self._depth]
@@ -126,7 +126,7 @@ class ModelSummary(Callback):
         return [name or "(model)", kind.__name__, total, trainable, *counted]
 
 
-def _drawn(columns: list[str], rows: list[Row]) -> str:
+def _format_table(columns: list[str], rows: list[Row]) -> str:
     """Return the table as text, with numbers aligned to the right."""
     cells = [columns, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]

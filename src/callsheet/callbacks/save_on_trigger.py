@@ -13,7 +13,7 @@ from callsheet.callbacks.support.trigger_file import (
     MAX_FILE_BYTES,
     MAX_REASON_CHARACTERS,
     TRIGGER_WORDS,
-    claimed_lines,
+    claim_lines,
     printable,
 )
 from callsheet.core.callback import Callback, label_of
@@ -94,12 +94,12 @@ class SaveOnTrigger(Callback):
         # If another process has taken over the run's folder, leave the file to that process.
         if now >= self._next and ctx.run.may_write(self._path):
             self._next = now + self._seconds
-            for line in self._taken():
+            for line in self._take_lines():
                 self._ask(ctx, line)
 
     on_eval_step_end = on_train_step_end
 
-    def _taken(self) -> list[str]:
+    def _take_lines(self) -> list[str]:
         """Remove the trigger file, and return its lines.
 
         Return no lines if there is no file, or if it may be incomplete.
@@ -117,7 +117,7 @@ class SaveOnTrigger(Callback):
                 content = file.read(MAX_FILE_BYTES)
             if not content.endswith(b"\n") and time.time() - status.st_mtime < _SETTLED_SECONDS:
                 return []
-            return claimed_lines(self._path, "taken")
+            return claim_lines(self._path, "taken")
         except FileNotFoundError:  # another process is replacing the file; try again later
             return []
         except OSError as error:

@@ -75,13 +75,13 @@ class SlowRankDetector(Callback):
 
     def on_forward_start(self, ctx: Context) -> None:
         if self._is_on_cuda:
-            self._start = _recorded()
+            self._start = _record_event()
         else:
             self._began = perf_counter()
 
     def on_forward_end(self, ctx: Context) -> None:
         if self._is_on_cuda:
-            self._events.append((self._start, _recorded()))
+            self._events.append((self._start, _record_event()))
         else:
             self._forwarding += perf_counter() - self._began
 
@@ -129,7 +129,7 @@ class SlowRankDetector(Callback):
         self._events: list[tuple[Any, Any]] = []
 
 
-def _recorded() -> Any:
+def _record_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

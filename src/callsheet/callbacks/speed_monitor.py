@@ -105,7 +105,7 @@ class SpeedMonitor(Callback):
     def on_fetch_end(self, ctx: Context) -> None:
         """Pass the batch to the FLOP counter."""
         if ctx.batch is not None:
-            self._flops.fetched(ctx.batch)
+            self._flops.add_batch(ctx.batch)
 
     def on_forward_backward_start(self, ctx: Context) -> None:
         """Inform the FLOP counter that a step begins. The counter counts the FLOPs of only one step of the run."""

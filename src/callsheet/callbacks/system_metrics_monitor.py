@@ -61,7 +61,7 @@ class SystemMetricsMonitor(Callback):
         self._process.cpu_percent()
         self._seen, self._counters, self._counted_at = {}, _counters(), time.monotonic()
         if self._gpu is None and ctx.run.device.startswith("cuda"):
-            self._gpu = self._opened(ctx.run.device)
+            self._gpu = self._open_nvml(ctx.run.device)
 
     def on_log(self, ctx: Context) -> None:
         if self._counted_at and (not self._seen or time.monotonic() - self._counted_at >= self._seconds):
@@ -120,7 +120,7 @@ class SystemMetricsMonitor(Callback):
                 continue
         return found
 
-    def _opened(self, device: str) -> tuple[Any, Any] | None:
+    def _open_nvml(self, device: str) -> tuple[Any, Any] | None:
         try:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from callsheet.callbacks.early_stopper import evaluated
+from callsheet.callbacks.early_stopper import find_result
 from callsheet.callbacks.support.metric_mode import ModeOrAuto, is_lower_better
 from callsheet.core.callback import Callback, label_of, one_of
 from callsheet.core.context import Context
@@ -84,7 +84,7 @@ class ThresholdStopper(Callback):
     def on_eval_all_end(self, ctx: Context) -> None:
         if ctx.standalone or not self._is_training:
             return
-        value = evaluated(ctx, self._monitor)
+        value = find_result(ctx, self._monitor)
         self._note([f"{name}/{metric}" for name, result in ctx.eval_results.items() for metric in result], value)
         if value is not None:
             self._stop_if_reached(ctx, value)

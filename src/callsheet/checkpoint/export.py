@@ -42,7 +42,7 @@ def export_weights(
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _weights(model))
-    turns = _gathered(tensors, file_order(tensors))
+    turns = _gather_tensors(tensors, file_order(tensors))
 
     def write() -> FileSeal | None:
         try:
@@ -98,7 +98,7 @@ def export_huggingface(
     """
     ranks = RankGroup(group)
     tensors, tied = ranks.together(lambda: _of_transformers(model, path))
-    turns = _gathered(tensors, list(tensors))
+    turns = _gather_tensors(tensors, list(tensors))
 
     def write() -> None:
         try:
@@ -152,7 +152,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, tied
 
 
-def _gathered(tensors: Mapping[str, Tensor], order: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _gather_tensors(tensors: Mapping[str, Tensor], order: list[str]) -> Iterator[tuple[str, Tensor]]:
     for name in order:
         tensor = tensors[name].detach()
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -198,7 +198,7 @@ def point_latest(path: str | os.PathLike[str]) -> None:
     folder.parent().replace(LATEST, f"{checkpoint.name}\n".encode())
 
 
-def cleared(folder: Folder, overwrite: bool) -> Seal | None:
+def prepare_folder(folder: Folder, overwrite: bool) -> Seal | None:
     """Create the folder if needed, and remove everything from it except a committed checkpoint.
 
     Return the seal (manifest) of that checkpoint, or None.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from callsheet.checkpoint.storage import Chunk, FileSeal, Folder, digested, plain_name
+from callsheet.checkpoint.storage import Chunk, FileSeal, Folder, digest_chunks, plain_name
 from callsheet.errors import CheckpointError
 
 _HINT_OF_ERRNO = {
@@ -74,7 +74,7 @@ class LocalFolder(Folder):
         seal: list[FileSeal] = []
         with os_errors("write", path), open(path, "xb") as file:
             try:
-                for chunk in digested(chunks, seal):
+                for chunk in digest_chunks(chunks, seal):
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())

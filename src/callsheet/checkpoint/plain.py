@@ -98,7 +98,7 @@ def unflatten(document: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     Raises:
         CheckpointError: the document was not made by `flatten`, or a tensor is missing; the message has the path.
     """
-    return _joined(document, tensors, "", 0)
+    return _unflatten(document, tensors, "", 0)
 
 
 class _Flattening:
@@ -197,17 +197,17 @@ def _is_key(key: object) -> bool:
     return key is None or type(key) in (bool, int, float, str, bytes)
 
 
-def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, depth: int) -> Any:
+def _unflatten(document: Json, tensors: Mapping[str, torch.Tensor], path: str, depth: int) -> Any:
     def items(documents: Iterable[Json]) -> list[Any]:
-        return [_joined(item, tensors, _step(path, i), depth + 1) for i, item in enumerate(documents)]
+        return [_unflatten(item, tensors, _step(path, i), depth + 1) for i, item in enumerate(documents)]
 
     def mapping(pairs: list[Json]) -> dict[Any, Any]:
         if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError("its pairs are not all pairs")
-        keys = [_joined(key, {}, path, depth + 1) for key, _ in pairs]
+        keys = [_unflatten(key, {}, path, depth + 1) for key, _ in pairs]
         if not all(map(_is_key, keys)):
             raise ValueError("its keys are not all plain")
-        values = [_joined(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
+        values = [_unflatten(item, tensors, _step(path, key), depth + 1) for key, (_, item) in zip(keys, pairs, strict=True)]
         return dict(zip(keys, values, strict=True))
 
     if depth > 2 * _MAX_DEPTH:  # the limit is doubled, because a tuple or dict may take two levels, as in {"$tuple": [...]}
@@ -219,7 +219,7 @@ def _joined(document: Json, tensors: Mapping[str, torch.Tensor], path: str, dept
             case list():
                 return items(document)
             case dict() if not any(isinstance(key, str) and key.startswith("$") for key in document):
-                return {key: _joined(item, tensors, _step(path, key), depth + 1) for key, item in document.items()}
+                return {key: _unflatten(item, tensors, _step(path, key), depth + 1) for key, item in document.items()}
             case {"$tensor": str(name), **more} if not more and name in tensors:
                 return tensors[name]
             case {"$tensor": str(name), **more} if not more:

@@ -56,13 +56,13 @@ class RankGroup:
         Raises `CheckpointError` on all ranks if `act` raises on any rank or `answer` raises on rank 0, and `RankLost` if a rank
         is lost.
         """
-        mine, error = _tried(act)
+        mine, error = _attempt(act)
         gathered = self._gather(_Failed({self.rank: _reason(error)}) if error is not None else mine)
         replies: list[Any] = []
         if self.rank == 0:
             failed = {rank: reason for given in gathered if isinstance(given, _Failed) for rank, reason in given.reasons.items()}
             if not failed:
-                found, error = _tried(lambda: answer(gathered))
+                found, error = _attempt(lambda: answer(gathered))
                 replies, failed = found or [], {0: _reason(error)} if error is not None else {}
             if failed:
                 replies = [_Failed(failed)] * self.size
@@ -89,7 +89,7 @@ class RankGroup:
         try:
             distributed.all_reduce(flag, distributed.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._as_rank_lost(error) from error
         return bool(flag)
 
     def _gather(self, mine: Any) -> list[Any]:
@@ -99,7 +99,7 @@ class RankGroup:
         try:
             distributed.gather_object(mine, gathered, group=self._group, group_dst=0)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._as_rank_lost(error) from error
         return gathered or []
 
     def _scatter(self, replies: list[Any]) -> Any:
@@ -109,15 +109,15 @@ class RankGroup:
         try:
             distributed.scatter_object_list(reply, replies if self.rank == 0 else None, group=self._group, group_src=0)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._as_rank_lost(error) from error
         return reply[0]
 
-    def _lost(self, error: RuntimeError) -> RankLost:
+    def _as_rank_lost(self, error: RuntimeError) -> RankLost:
         first = (str(error).splitlines() or [""])[0]
         return RankLost(f"rank {self.rank} lost the other ranks of the checkpoint; has one of them died? ({first})")
 
 
-def _tried(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return act(), None
     except BaseException as error:  # catches KeyboardInterrupt too, because the other ranks are waiting

@@ -88,13 +88,13 @@ def read_checkpoint(
         RankLost: a rank died, or did not answer within the group's timeout.
     """
     ranks = RankGroup(group)
-    seal = ranks.exchange(lambda: _verified(open_folder(path), ranks), _the_same)
+    seal = ranks.exchange(lambda: _verify_files(open_folder(path), ranks), _the_same)
     reading = ranks.together(lambda: _Reading(open_folder(path), seal, ranks.rank, target, torch.device(device)))
     ranks.together(reading.fill)
     return Loaded(reading.shared, reading.local, seal)
 
 
-def _verified(folder: Folder, ranks: RankGroup) -> Seal:
+def _verify_files(folder: Folder, ranks: RankGroup) -> Seal:
     """Return the manifest, after checking the digests of this rank's part of the files."""
     seal = seal_of(folder)
     if seal.kind != KIND or names_in(seal.files) is None:
@@ -118,7 +118,7 @@ class _Reading:
 
     def __init__(self, folder: Folder, seal: Seal, rank: int, target: Target | None, device: torch.device) -> None:
         names = names_in(seal.files)
-        assert names is not None  # `_verified` has checked the names
+        assert names is not None  # `_verify_files` has checked the names
         self._folder = folder
         self._seal = seal
         rank = rank if rank < seal.world_size else 0
@@ -137,7 +137,7 @@ class _Reading:
         self.local = self._tree(names.local(rank), own(rank))
         self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(self._tensors, index.metadata(self._tensors))
-        self._items = self._planned(index)
+        self._items = self._plan_reads(index)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -159,7 +159,7 @@ class _Reading:
         except CheckpointError as error:
             raise CheckpointError(f"{self._folder.path}/{name}: {error}") from error
 
-    def _planned(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
+    def _plan_reads(self, index: Index) -> dict[str, list[tuple[ReadItem, Entry]]]:
         """Return which parts of tensors this rank must read from each file.
 
         DCP's planner derives the parts from the saved chunks. They are checked against the headers of the files.

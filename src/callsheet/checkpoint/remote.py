@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from callsheet.checkpoint.storage import Chunk, FileSeal, Folder, digested, plain_name
+from callsheet.checkpoint.storage import Chunk, FileSeal, Folder, digest_chunks, plain_name
 from callsheet.errors import CheckpointError
 
 
@@ -49,10 +49,10 @@ class RemoteFolder(Folder):
             return bool(self._files.isdir(self._root))
 
     def entries(self) -> dict[str, int | None]:
-        return {_name(found): found["size"] if found["type"] == "file" else None for found in self._listed()}
+        return {_name(found): found["size"] if found["type"] == "file" else None for found in self._list_entries()}
 
     def folders(self) -> list[str]:
-        return sorted(_name(found) for found in self._listed() if found["type"] == "directory")
+        return sorted(_name(found) for found in self._list_entries() if found["type"] == "directory")
 
     def make(self) -> None:
         with _errors("write", self.path):
@@ -62,7 +62,7 @@ class RemoteFolder(Folder):
         seal: list[FileSeal] = []
         try:
             with _errors("write", f"{self.path}/{name}"), self._files.open(self._at(name), "wb") as file:
-                for chunk in digested(chunks, seal):
+                for chunk in digest_chunks(chunks, seal):
                     file.write(chunk)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -95,7 +95,7 @@ class RemoteFolder(Folder):
     def _at(self, name: str) -> str:
         return f"{self._root}/{plain_name(self.path, name)}"
 
-    def _listed(self) -> list[dict[str, Any]]:
+    def _list_entries(self) -> list[dict[str, Any]]:
         with _errors("read", self.path):
             self._files.invalidate_cache()  # forget the cached listing, since other ranks write to this folder too
             try:

@@ -33,7 +33,7 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
         return False
     claims: dict[str, dict[str, Any]] = ctx.user_state.setdefault(_CLAIMS_KEY, {})
     claims.setdefault(_name(ctx, info.path), {"by": list(info.requested_by), "is_finite": info.is_finite})
-    held = held_by(ctx, by)
+    held = checkpoints_kept_for(ctx, by)
     while keep is not None and len(held) > keep:
         old = next((name for name in held if not claims[name]["is_finite"]), held[0])
         held.remove(old)
@@ -44,7 +44,7 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
     return True
 
 
-def held_by(ctx: Context, by: str) -> list[str]:
+def checkpoints_kept_for(ctx: Context, by: str) -> list[str]:
     """Return the paths of the checkpoints that are kept for the callback named `by`, oldest first.
 
     Checkpoints that were deleted by hand are left out.

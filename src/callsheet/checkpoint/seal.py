@@ -123,7 +123,7 @@ def manifest_of(folder: Folder) -> Seal:
     if parts is None or hashlib.sha256(parts[2]).hexdigest().encode() != parts[1]:
         raise Unsealed(f"{folder.path} is not a checkpoint: its {MANIFEST} is truncated or was changed; use another")
     try:
-        return _parsed(json.loads(content), folder)
+        return _parse(json.loads(content), folder)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder.path}: its {MANIFEST} is malformed ({error!r}); use another checkpoint") from error
 
@@ -140,7 +140,7 @@ def seal_of(folder: Folder) -> Seal:
     return sealed
 
 
-def _parsed(content: dict[str, Any], folder: Folder) -> Seal:
+def _parse(content: dict[str, Any], folder: Folder) -> Seal:
     version = content["format"]
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         reason = f"its {MANIFEST} has format {version!r}, and this version of callsheet reads up to {FORMAT_VERSION}"

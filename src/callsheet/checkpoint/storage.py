@@ -118,7 +118,7 @@ def plain_name(folder: str, name: str) -> str:
     return name
 
 
-def digested(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
+def digest_chunks(chunks: Iterable[Chunk], seal: list[FileSeal]) -> Iterator[Chunk]:
     """Yield the chunks unchanged. At the end, append their total size and their digest to the list `seal`."""
     digest, size = hashlib.sha256(), 0
     for chunk in chunks:
@@ -132,7 +132,7 @@ def measure(folder: Folder, name: str) -> FileSeal:
     """Read an existing file, and return its size and digest."""
     seal: list[FileSeal] = []
     with folder.open(name) as file:
-        for _ in digested(iter(lambda: file.read(_PIECE_BYTES), b""), seal):
+        for _ in digest_chunks(iter(lambda: file.read(_PIECE_BYTES), b""), seal):
             pass
     return seal[0]
 

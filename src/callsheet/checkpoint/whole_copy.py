@@ -45,7 +45,7 @@ def _of_shards(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     The attributes that make the model sharded are left out.
     """
-    copies = [(module, _unsharded(type(module))) for module in model.modules()]
+    copies = [(module, _unsharded_class(type(module))) for module in model.modules()]
     made = [(module, kind.__new__(kind)) for module, kind in copies]
     memo.update((id(module), empty) for module, empty in made)
     fresh = vars(nn.Module())
@@ -61,7 +61,7 @@ def _of_shards(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made[0][1]
 
 
-def _unsharded(kind: type[nn.Module]) -> type[nn.Module]:
+def _unsharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     line = kind.__mro__
     found: type[nn.Module] = line[line.index(FSDPModule) + 1] if FSDPModule in line else kind
     return found

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from callsheet.checkpoint.draft import Draft
-from callsheet.checkpoint.folder import clear, cleared, open_folder, remove
+from callsheet.checkpoint.folder import clear, open_folder, prepare_folder, remove
 from callsheet.checkpoint.index import index_document
 from callsheet.checkpoint.layout import FILE_NAMES, KIND, MARKER, SHARED_PREFIX, Names, names_in, own
 from callsheet.checkpoint.plain import Json, dump
@@ -125,7 +125,7 @@ class Writing:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         assigned, _ = planner.create_global_plan(_fitting(plans))
         self._check_owner()
-        self._old = cleared(self._folder, self._overwrite)
+        self._old = prepare_folder(self._folder, self._overwrite)
         self._is_to_clear = True
         names = next(names for names in FILE_NAMES if self._old is None or names_in(self._old.files) != names)
         self._index = index_document(assigned, names.shard)

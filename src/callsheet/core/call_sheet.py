@@ -14,7 +14,7 @@ from callsheet.core.callback import PHASES, Callback, Lane, OnError, Phase
 from callsheet.core.events import Event, as_event
 from callsheet.core.ranks import RankGate, Ranks
 from callsheet.core.time import Interval, Timestamp
-from callsheet.core.wrappers import Handler, Timed, excused, wrapped
+from callsheet.core.wrappers import Handler, Timed, is_excused, wrap_handler
 from callsheet.errors import mark_as_users, text_of
 
 if TYPE_CHECKING:
@@ -202,11 +202,11 @@ class CallSheet:
             return "no callbacks"
         # Leave room for the first line, which has the column names, and for the last, which says how many callbacks are left out.
         shown = ordered if len(ordered) < _SHORT_LINES else ordered[: _SHORT_LINES - 2]
-        rows = [(_clipped(registration.label, _MAX_LABEL_CHARACTERS), *_options(entries)) for registration, entries in shown]
+        rows = [(_truncate(registration.label, _MAX_LABEL_CHARACTERS), *_options(entries)) for registration, entries in shown]
         columns = [each for each in zip(("callback", "phase", "ranks", "lane"), *rows, strict=True) if any(each[1:])]
         widths = [max(map(len, column)) for column in columns]
         room = _SHORT_LINE_CHARACTERS - sum(widths) - len(widths)
-        events = ["handles", *(_clipped(_handled(entries, room), room) for _, entries in shown)]
+        events = ["handles", *(_truncate(_describe_events(entries, room), room) for _, entries in shown)]
         lines = [
             " ".join(cell.ljust(width) for cell, width in zip((*line, last), (*widths, 0), strict=True)).rstrip()
             for line, last in zip(zip(*columns, strict=True), events, strict=True)
@@ -234,7 +234,7 @@ def internal_entry(event: str, handler: Handler, label: str, source: str) -> Han
     )
 
 
-def compiled(
+def compile_entries(
     event: str,
     entries: Iterable[HandlerEntry],
     ranks: Ranks,
@@ -263,7 +263,7 @@ def compiled(
             here += entry.handler.parts(entry, here)
         else:
             here.append(entry)
-    return compile_event([(wrapped(entry, checking, in_lane, timed), entry) for entry in here], as_event(event))
+    return compile_event([(wrap_handler(entry, checking, in_lane, timed), entry) for entry in here], as_event(event))
 
 
 def compile_event(calls: Sequence[Call], event: Event) -> CompiledEvent:
@@ -289,7 +289,7 @@ def recover(compiled_event: CompiledEvent, failed: Handler, error: BaseException
     *_, event, calls = compiled_event
     place = next(i for i, (handler, _) in enumerate(calls) if handler is failed)
     registration = calls[place][1].registration
-    if excused(registration, event, ctx, error):
+    if is_excused(registration, event, ctx, error):
         _call_rest(compiled_event, place + 1, ctx)
         return
     mark_as_users(error)
@@ -318,7 +318,7 @@ def _call_rest(compiled_event: CompiledEvent, first: int, ctx: Context) -> None:
             return
 
 
-def marked(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
+def add_mark(compiled_event: CompiledEvent, mark: HandlerEntry) -> CompiledEvent:
     """Return a copy of the compiled event with one more function, `mark`, which records the time when the event is fired.
 
     If the event ends a span, `mark` is called after all handlers, otherwise before them.
@@ -345,10 +345,10 @@ def _options(entries: Sequence[HandlerEntry]) -> tuple[str, str, str]:
 
 def _option(values: Iterable[str], default: str) -> str:
     distinct = list(dict.fromkeys(values))
-    return "" if distinct == [default] else _clipped("/".join(distinct), _MAX_OPTION_CHARACTERS)
+    return "" if distinct == [default] else _truncate("/".join(distinct), _MAX_OPTION_CHARACTERS)
 
 
-def _handled(entries: Sequence[HandlerEntry], width: int) -> str:
+def _describe_events(entries: Sequence[HandlerEntry], width: int) -> str:
     """Return the names of the events that a callback handles, with intervals. If they do not fit in `width`, return their number."""
     names = ", ".join(f"{entry.event} {entry.every or ''}".rstrip() for entry in entries)
     if len(entries) < 2 or len(names) <= width:
@@ -361,5 +361,5 @@ def _handled(entries: Sequence[HandlerEntry], width: int) -> str:
     return f"{number} ({some})" if some and len(number) + len(some) + 3 <= width else number
 
 
-def _clipped(text: str, width: int) -> str:
+def _truncate(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."

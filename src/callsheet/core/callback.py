@@ -239,7 +239,7 @@ def rank_zero_only(function: F) -> F:
     Returns:
         A function that calls `function` on rank 0, and returns None on all other ranks.
     """
-    return _gated("zero", function)
+    return _add_gate("zero", function)
 
 
 def local_rank_zero_only(function: F) -> F:
@@ -251,7 +251,7 @@ def local_rank_zero_only(function: F) -> F:
     Returns:
         A function that calls `function` on local rank 0, and returns None on all other ranks.
     """
-    return _gated("local_zero", function)
+    return _add_gate("local_zero", function)
 
 
 def marks(function: Any) -> Marks:
@@ -279,7 +279,7 @@ def _mark(changes: Callable[[], dict[str, Any]]) -> Callable[[F], F]:
     return decorate
 
 
-def _gated(gate: RankGate, function: F) -> F:
+def _add_gate(gate: RankGate, function: F) -> F:
     @wraps(function)
     def on_those_ranks(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if read_ranks().passes(gate) else None
@@ -287,10 +287,10 @@ def _gated(gate: RankGate, function: F) -> F:
     return _mark(lambda: {"ranks": gate})(on_those_ranks)  # type: ignore[return-value]  # the wrapper has the signature of `function`
 
 
-_GATE_CODE = _gated("zero", lambda: None).__code__
+_GATE_CODE = _add_gate("zero", lambda: None).__code__
 
 
-def ungated(handler: Callable[..., Any]) -> Callable[..., Any]:
+def remove_gate(handler: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that `rank_zero_only` or `local_rank_zero_only` has wrapped. Return any other handler unchanged.
 
     The call sheet checks the rank once, when it is compiled, so the wrapper's check at each call is not needed.

@@ -265,7 +265,7 @@ class Costs:
         """Return whether handlers of `event` are timed. Some handlers are timed only in a timing window (`in_window`)."""
         return self.mode == "all" or (self.mode == "sampled" and (in_window or event not in PATH_EVENTS))
 
-    def timed(self, handler: Handler, entry: HandlerEntry) -> Handler:
+    def time_calls(self, handler: Handler, entry: HandlerEntry) -> Handler:
         """Return a function that calls `handler` and adds the time of the call to the costs."""
         label, event = entry.registration.label, entry.event
         cell = self._cells.setdefault((entry.registration.number, label, event), _Cell(label, event))
@@ -299,7 +299,7 @@ class Costs:
             self.next_step = step + WINDOW_STEPS
             return
         opened, self._open = self._open, None
-        slices = _nested(opened)
+        slices = _nest_slices(opened)
         in_steps = sum(each.seconds for each in slices if each.name in _STEP_PARTS)
         self._window_steps += step + 1 - opened.first_step
         self._window_seconds += in_steps
@@ -385,7 +385,7 @@ def is_costly(share: float, seconds: float, steps: int, *, least: float = _COSTL
     return share > least and seconds > _COSTLY_SECONDS
 
 
-def _nested(opened: _Open) -> list[Slice]:
+def _nest_slices(opened: _Open) -> list[Slice]:
     """Return the timing window's slices (spans and calls of callbacks) in the order of their starts.
 
     Spans that began before the window or have not ended are left out.

@@ -6,7 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from callsheet.core.call_sheet import CompiledEvent, Dispatcher, HandlerEntry, Registration, compiled, internal_entry, marked
+from callsheet.core.call_sheet import (
+    CompiledEvent,
+    Dispatcher,
+    HandlerEntry,
+    Registration,
+    add_mark,
+    compile_entries,
+    internal_entry,
+)
 from callsheet.core.context import Context
 from callsheet.core.costs import Costs
 from callsheet.core.events import Event
@@ -59,7 +67,7 @@ class DispatchTable:
             handlers.sort(key=lambda entry: entry.order)
         if not all(each.is_inline for each in registrations) or any(entry.lane != "inline" for entry in entries):
             self.lane_set()
-        self.changed()
+        self.recompile()
 
     def lane_set(self) -> LaneSet:
         """Return the callbacks' lanes (threads and processes). The first call creates the `LaneSet`, and imports its module."""
@@ -74,7 +82,7 @@ class DispatchTable:
         self.registrations = [each for each in self.registrations if each not in registrations]
         for event, entries in self.entries.items():
             self.entries[event] = [entry for entry in entries if entry.registration not in registrations]
-        self.changed()
+        self.recompile()
 
     def spans(self, ctx: Context, dispatcher: Dispatcher) -> Spans:
         """Return the spans of a loop: context managers that fire the spans' events by calling this table's handlers with `ctx`."""
@@ -109,7 +117,7 @@ class DispatchTable:
         self.lookup(event)
         return self._plain[event][0] is not None
 
-    def changed(self, *events: str) -> None:
+    def recompile(self, *events: str) -> None:
         """Compile the table again for these events, whose handlers have changed. Without arguments, compile it for all events."""
         is_running = bool(self._spans) or self.ranks is not None
         is_compiled = is_running and bool(events) and bool(self._plain)
@@ -142,11 +150,13 @@ class DispatchTable:
         ranks = self.ranks or read_ranks()
         table = dict(table)
         for event in events:
-            timed = self.costs.timed if self.costs.wraps(event, in_window=in_window) else None
-            made = compiled(event, self.entries[event], ranks, checking=self._checking, timed=timed, in_lane=self._enqueuer)
+            timed = self.costs.time_calls if self.costs.wraps(event, in_window=in_window) else None
+            made = compile_entries(
+                event, self.entries[event], ranks, checking=self._checking, timed=timed, in_lane=self._enqueuer
+            )
             if event == Event.RUN_END and self.lanes is not None:
                 made = self.lanes.with_drain(made)
-            table[event] = marked(made, self._mark(event)) if in_window and event not in POINTS else made
+            table[event] = add_mark(made, self._mark(event)) if in_window and event not in POINTS else made
         return table
 
     def _enqueuer(self, entry: HandlerEntry) -> Handler:

@@ -29,7 +29,7 @@ from callsheet.core.registration import (
 from callsheet.core.spans import Spans
 from callsheet.core.states import load_states, states_of
 from callsheet.core.time import Interval, Time
-from callsheet.core.wrappers import FAILURES_ALLOWED, Handler, in_gate, isolated
+from callsheet.core.wrappers import FAILURES_ALLOWED, Handler, call_isolated, in_gate
 from callsheet.errors import NotACallbackError, RegistrationError, RequestRejected, where
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -292,7 +292,7 @@ class CallbackManager:
         for entry in self.call_sheet().entries:
             check_interval(entry, ctx)
         ctx.user_state = self.user_state
-        ctx.kept = self._kept()
+        ctx.kept = self._kept_fields()
         ctx.dispatcher = self
         self._ctx = weakref.ref(ctx)
         self._is_over = False
@@ -335,7 +335,7 @@ class CallbackManager:
                 continue
             if callback.lane == "inline":
                 call = partial(handler, **payload)
-                isolated(call if callback.ranks == "all" else partial(in_gate, call), registration, method, ctx)
+                call_isolated(call if callback.ranks == "all" else partial(in_gate, call), registration, method, ctx)
             else:
                 self._table.lane_set().put_call(registration, method, ctx, payload, is_over=self._is_over)
 
@@ -479,11 +479,11 @@ class CallbackManager:
                 entry.added_at = ctx.state.timestamp
         self._table.add(registrations, entries)
         if ctx is not None:
-            ctx.kept = self._kept()
+            ctx.kept = self._kept_fields()
 
     @property
     def _open_ctx(self) -> Context | None:
         return self._ctx() if self._ctx is not None else None
 
-    def _kept(self) -> frozenset[str]:
+    def _kept_fields(self) -> frozenset[str]:
         return frozenset(name for callback in self.callbacks for name in callback.keep_fields)

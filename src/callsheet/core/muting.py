@@ -80,4 +80,4 @@ class Muting:
     def _set(self, registration: Registration, muted: frozenset[str]) -> None:
         changed, registration.muted = registration.muted ^ muted, muted
         if changed:
-            self._table.changed(*changed)
+            self._table.recompile(*changed)

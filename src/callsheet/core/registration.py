@@ -22,7 +22,7 @@ from callsheet.core.callback import (
     label_of,
     marks,
     one_of,
-    ungated,
+    remove_gate,
 )
 from callsheet.core.control import REQUESTS
 from callsheet.core.events import as_event, event_hint
@@ -211,7 +211,7 @@ def _entry(
 ) -> HandlerEntry:
     """Return the call-sheet entry of a handler. Each option comes from `given`, else from a decorator, else from the callback `owner`."""
     options = resolve_options(owner, handler, registration.label, given)
-    return HandlerEntry(event, ungated(handler), registration, **options._asdict())
+    return HandlerEntry(event, remove_gate(handler), registration, **options._asdict())
 
 
 def check_unique(callback: Callback, registrations: Iterable[Registration]) -> None:

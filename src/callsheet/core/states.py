@@ -44,7 +44,7 @@ def states_of(
     """
     missing: dict[str, str] = {}
 
-    def failed(registration: Registration, error: Exception) -> None:
+    def record_missing_state(registration: Registration, error: Exception) -> None:
         missing[registration.label] = reason = f"{type(error).__name__}: {text_of(error)}"
         logger.error(
             "The state of callback %s (%s) is missing from this checkpoint: %s",
@@ -62,7 +62,7 @@ def states_of(
         for registration, callback in stateful.items()
     }
     states: dict[str, dict[str, Any]] = {}
-    for registration, state in results_of(_started(reads, lanes), failed).items():
+    for registration, state in results_of(_start_calls(reads, lanes), record_missing_state).items():
         if state:
             name = label_of(stateful[registration])
             if name in states:
@@ -94,7 +94,7 @@ def load_states(
         for registration, callback in callbacks.items()
         if label_of(callback) in saved
     }
-    results_of(_started(loads, lanes), starts_without)
+    results_of(_start_calls(loads, lanes), starts_without)
     if unclaimed := sorted(saved.keys() - {label_of(callback) for callback in callbacks.values()}):
         logger.warning("the checkpoint holds the state of callbacks that are not here: %s", ", ".join(unclaimed))
 
@@ -109,7 +109,7 @@ def _may_fail(registration: Registration) -> bool:
     return not registration.is_inline or getattr(registration.thing, "on_error", "") == "isolate"
 
 
-def _started(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
+def _start_calls(calls: Mapping[Registration, Callable[[], T]], lanes: LaneSet | None) -> Mapping[Registration, Callable[[], T]]:
     """Return `calls`. Start the calls for callbacks in other threads, and replace each by a function that waits for its result."""
     return calls if lanes is None else lanes.state_calls(calls)
 

@@ -158,7 +158,7 @@ class Time:
             raise MixedUnitsError(f"{self} and {other}: {self.unit.value!r} and {other.unit.value!r} do not mix; use one unit")
         return how(self.value, other.value)
 
-    def _scaled(self, value: float) -> Time:
+    def _scale(self, value: float) -> Time:
         return Time(value if self.unit in _FRACTIONAL_UNITS else math.floor(value), self.unit)
 
     def __lt__(self, other: Time | str) -> bool:
@@ -195,7 +195,7 @@ class Time:
         return self._with(other, lambda a, b: Time(b - a, self.unit))
 
     def __mul__(self, number: float) -> Time:
-        return self._scaled(self.value * number) if isinstance(number, int | float) else NotImplemented
+        return self._scale(self.value * number) if isinstance(number, int | float) else NotImplemented
 
     __rmul__ = __mul__
 
@@ -205,7 +205,7 @@ class Time:
     def __truediv__(self, other: Time | str) -> float: ...
     def __truediv__(self, other: float | Time | str) -> Time | float:
         if isinstance(other, int | float):
-            return self._scaled(self.value / other)
+            return self._scale(self.value / other)
         return self._with(other, lambda a, b: a / b)
 
     def __str__(self) -> str:
@@ -329,11 +329,11 @@ class Timestamp(NamedTuple):
 
     def __add__(self, other: Time | str) -> Time:  # type: ignore[override]  # the `+` of a tuple would concatenate
         """Return the progress in the unit of `other`, plus `other`, as a Time. `timestamp + "100ba"` is 100 batches after the timestamp."""
-        return self._moved(other, 1)
+        return self._shift(other, 1)
 
     def __sub__(self, other: Time | str) -> Time:
         """Return the progress in the unit of `other`, minus `other`, as a Time. `timestamp - "100ba"` is 100 batches before the timestamp."""
-        return self._moved(other, -1)
+        return self._shift(other, -1)
 
     def __mul__(self, other: object) -> NoReturn:
         raise TypeError("a timestamp has no multiple; multiply timestamp.get(unit)")
@@ -341,7 +341,7 @@ class Timestamp(NamedTuple):
     def __rmul__(self, other: object) -> NoReturn:
         self.__mul__(other)
 
-    def _moved(self, other: object, sign: int) -> Time:
+    def _shift(self, other: object, sign: int) -> Time:
         if not isinstance(other, Time | str):
             raise TypeError(f"a timestamp adds to a Time or a string like '10ba', not {other!r}")
         time = Time.parse(other)

@@ -30,7 +30,7 @@ NOT_WRITABLE_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 """The `errno` values of file errors that would occur again in every further attempt."""
 
 
-def wrapped(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
+def wrap_handler(entry: HandlerEntry, checking: bool, in_lane: Callable[[HandlerEntry], Handler], timed: Timed | None) -> Handler:
     """Return the handler of a call-sheet entry, wrapped as its options require, for example to check the interval.
 
     A handler without such options is returned unchanged, so it has no overhead.
@@ -50,7 +50,7 @@ def _inline(entry: HandlerEntry, checking: bool) -> Handler:
     if entry.ranks != "all":
         handler = partial(in_gate, handler)
     if entry.on_error == "isolate":
-        handler = partial(isolated, handler, entry.registration, entry.event)
+        handler = partial(call_isolated, handler, entry.registration, entry.event)
     if checking and not entry.draws_random and entry.phase not in ("change", "restore"):
         handler = partial(_checking_randomness, handler, entry)
     return handler
@@ -105,7 +105,7 @@ def _checking_randomness(handler: Handler, entry: HandlerEntry, ctx: Context) ->
         )
 
 
-def isolated(handler: Handler, registration: Registration, event: str, ctx: Context) -> None:
+def call_isolated(handler: Handler, registration: Registration, event: str, ctx: Context) -> None:
     """Call a handler and log its errors instead of raising them. Disable the callback after too many failures in a row."""
     if (registration.is_off or registration.muted) and registration.is_silent_at(event):
         return
@@ -114,13 +114,13 @@ def isolated(handler: Handler, registration: Registration, event: str, ctx: Cont
     except Exception as error:
         if is_from_signal_handler(error):
             raise
-        if not excused(registration, event, ctx, error):
-            failed(registration, event, ctx, error)
+        if not is_excused(registration, event, ctx, error):
+            record_failure(registration, event, ctx, error)
     else:
         registration.failures_in_a_row = 0
 
 
-def excused(registration: Registration, event: str, ctx: Context, error: BaseException) -> bool:
+def is_excused(registration: Registration, event: str, ctx: Context, error: BaseException) -> bool:
     """Return whether a handler failed only because the loop of another framework has not set a field of the context.
 
     The field should be available at this event, so the callback may read it, and its absence is not an error of the callback. The
@@ -132,7 +132,7 @@ def excused(registration: Registration, event: str, ctx: Context, error: BaseExc
     return False
 
 
-def failed(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
+def record_failure(registration: Registration, event: str, ctx: Context, error: Exception) -> None:
     """Log the error that a callback raised, instead of raising it. Disable the callback after too many failures in a row.
 
     A callback that may not write to its file or folder is disabled at once on this rank. Its later errors follow from that, and

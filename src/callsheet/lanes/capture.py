@@ -155,7 +155,7 @@ class SnapshotCapture:
         self._state: TrainState | None = None  # the `TrainState` for which the snapshot class `_kind` is valid
         self._kind: type[Snapshot] = Snapshot
         new = tuple(place for place, name in enumerate(self._names, _FIRST_FIELD_PLACE) if name in _NEW_FIELDS)
-        self._functions = _compiled_functions(self._names, self._changing, new)
+        self._functions = _compile_functions(self._names, self._changing, new)
 
     def enqueuer(
         self, deliver: Deliver, registration: Registration, queue: Lane, otherwise: Callable[[Context], object]
@@ -178,7 +178,7 @@ class SnapshotCapture:
         event: str,
         registration: Registration,
         handler: Callable[[Snapshot], Any],
-        answered: Callable[[Any], None],
+        await_answer: Callable[[Any], None],
         fails: Callable[[Snapshot, BaseException], None],
     ) -> Deliver:
         """Return a function that builds a snapshot from the captured values and calls the handler with it. It runs on the lane's thread.
@@ -187,10 +187,10 @@ class SnapshotCapture:
             event: the event or logger method; nothing is delivered if the callback is disabled or muted for it.
             registration: the callback, whose failures are counted.
             handler: called with the snapshot.
-            answered: called with what the handler returns, unless that is None.
+            await_answer: called with what the handler returns, unless that is None.
             fails: called with the snapshot, which may be incomplete, and the error.
         """
-        deliver: Deliver = self._functions["deliverer"](self, event, registration, handler, answered, fails)
+        deliver: Deliver = self._functions["deliverer"](self, event, registration, handler, await_answer, fails)
         return deliver
 
     def take(self, deliver: Deliver, ctx: Context) -> Values:
@@ -200,12 +200,12 @@ class SnapshotCapture:
         values = [deliver, self.snapshot_class_for(ctx)[0], ctx.step, ctx.epoch, *always, *fields]
         numbers = self._numbers.of(ctx, self)
         for place in self._changing:
-            values[place] = copied(values[place], numbers)
+            values[place] = copy_value(values[place], numbers)
         return values
 
-    def arrived(self, values: Values) -> Values:
+    def resolve_pending(self, values: Values) -> Values:
         """Wait for the copies from the device, and return the captured values with every `Pending` scalar replaced by its tensor."""
-        return (*values[:_FIRST_FIELD_PLACE], *map(_arrived, values[_FIRST_FIELD_PLACE:]))
+        return (*values[:_FIRST_FIELD_PLACE], *map(_resolve_pending, values[_FIRST_FIELD_PLACE:]))
 
     def drop_unavailable(self, made: Snapshot) -> None:
         """Delete from a snapshot the fields that were not available when the event was fired."""
@@ -228,7 +228,7 @@ class SnapshotCapture:
 
 
 @functools.cache
-def _compiled_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
+def _compile_functions(names: tuple[str, ...], changing: tuple[int, ...], new: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Compile the functions that `SnapshotCapture.enqueuer` and `SnapshotCapture.deliverer` return, for these fields.
 
     Args:
@@ -265,7 +265,7 @@ def enqueuer(snapshot_class_for, deliver, registration, queue, otherwise):
             queue.put(values)
     return enqueue
 
-def deliverer(capture, event, registration, handler, answered, fails):
+def deliverer(capture, event, registration, handler, await_answer, fails):
     def deliver(values):
         if registration.is_off and registration.is_silent_at(event):
             return
@@ -276,10 +276,10 @@ def deliverer(capture, event, registration, handler, answered, fails):
                 _, _, {", ".join(filled)} = values
             else:
                 _, _, made.step, made.epoch, *_ = values  # the report of a failed copy reads these
-                _, _, {", ".join(filled)} = capture.arrived(values)
+                _, _, {", ".join(filled)} = capture.resolve_pending(values)
                 capture.drop_unavailable(made)
             if (answer := handler(made)) is not None:
-                answered(answer)
+                await_answer(answer)
         except BaseException as error:
             fails(made, error)
         else:
@@ -318,16 +318,16 @@ def _collect(value: Any, scalars: list[Any]) -> None:
             _collect(each, scalars)
 
 
-def copied(value: Any, scalars: Mapping[int, Any]) -> Any:
+def copy_value(value: Any, scalars: Mapping[int, Any]) -> Any:
     """Return `value` with its containers and tensors copied. Other objects are copied with `copy.deepcopy`, their tensors detached."""
     if type(value) in _PLAIN_TYPES or value is _UNAVAILABLE:
         return value
     if _is_tensor(value):
         return scalars[id(value)] if id(value) in scalars else value.detach().clone()
     if isinstance(value, Mapping):
-        return _mapping_like(value, {name: copied(each, scalars) for name, each in value.items()})
+        return _mapping_like(value, {name: copy_value(each, scalars) for name, each in value.items()})
     if type(value) is list or isinstance(value, tuple):
-        return _sequence_like(value, [copied(each, scalars) for each in value])
+        return _sequence_like(value, [copy_value(each, scalars) for each in value])
     try:
         return copy.deepcopy(value)
     except RuntimeError:  # torch does not copy a tensor that has an autograd graph
@@ -374,12 +374,12 @@ def _detach_all(value: Any, found: dict[int, Any], seen: set[int]) -> None:
         _detach_all(each, found, seen)
 
 
-def _arrived(value: Any) -> Any:
+def _resolve_pending(value: Any) -> Any:
     """Wait for the copies from the device, and return `value` with every `Pending` scalar replaced by its tensor."""
     if type(value) is Pending:
         return value.read()
     if isinstance(value, Mapping):
-        return _mapping_like(value, {name: _arrived(each) for name, each in value.items()})
+        return _mapping_like(value, {name: _resolve_pending(each) for name, each in value.items()})
     if type(value) is list or isinstance(value, tuple):
-        return _sequence_like(value, [_arrived(each) for each in value])
+        return _sequence_like(value, [_resolve_pending(each) for each in value])
     return value

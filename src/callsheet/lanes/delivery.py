@@ -15,9 +15,9 @@ from callsheet.core.background import END_SECONDS, inner
 from callsheet.core.call_sheet import HandlerEntry, Registration
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
-from callsheet.core.wrappers import failed
+from callsheet.core.wrappers import record_failure
 from callsheet.errors import text_of
-from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copied
+from callsheet.lanes.capture import DeviceNumbers, SnapshotCapture, Values, copy_value
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.lanes.snapshot import Inbox, Snapshot
 
@@ -78,13 +78,13 @@ class CallbackLane:
         if self._process is not None:
             self._process.join(seconds)
 
-    def bound(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
+    def bind(self, method: Callable[..., Any], /, **payload: Any) -> Callable[[Snapshot], Any]:
         """Return a function that calls the callback's method on the callback's thread or in its process."""
         if (process := self._process) is not None:
             return lambda snapshot: process.call(method.__name__, snapshot, payload)
         return partial(method, **payload) if payload else method
 
-    def answered(self, answer: Any) -> None:
+    def await_answer(self, answer: Any) -> None:
         """Run the awaitable that an `async def` handler returned, until it is done."""
         if inspect.isawaitable(answer):
             self._await(answer)
@@ -123,10 +123,10 @@ class CallbackLane:
             # Use one event loop for all events of a callback, because a network client works only in the loop that created it.
             self._runner = asyncio.Runner()
 
-        async def awaited() -> None:
+        async def await_result() -> None:
             await result
 
-        self._runner.run(awaited())
+        self._runner.run(await_result())
 
     def _finish(self) -> None:
         if self._runner is not None:
@@ -168,7 +168,7 @@ class LaneDelivery:
         capture: SnapshotCapture,
     ) -> None:
         self._event, self._registration, self._lane, self._capture = event, registration, lane, capture
-        self._deliver = capture.deliverer(event, registration, handler, lane.answered, self._fails)
+        self._deliver = capture.deliverer(event, registration, handler, lane.await_answer, self._fails)
         self._deliver.kind = kind  # type: ignore[attr-defined]  # the lane reads `kind` from the items of its queue
 
     @classmethod
@@ -178,7 +178,7 @@ class LaneDelivery:
         The training thread calls the function in place of the handler, which runs in another thread or process.
         """
         capture = SnapshotCapture(entry.event, lane.needs, entry.registration.label, lane.inbox, numbers)
-        made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bound(entry.handler), capture)
+        made = cls(str(entry.event), entry.event, entry.registration, lane, lane.bind(entry.handler), capture)
         return capture.enqueuer(made._deliver, entry.registration, lane.lane, made.put)
 
     @classmethod
@@ -188,9 +188,9 @@ class LaneDelivery:
         called = getattr(inner(lane.registration.thing), method)
         capture = SnapshotCapture(ctx.event, lane.needs, lane.registration.label, lane.inbox, DeviceNumbers())
         try:
-            handler = lane.bound(called, **copied(payload, {}))
+            handler = lane.bind(called, **copy_value(payload, {}))
         except Exception as error:  # a value that cannot be copied counts as a failure of the logger
-            failed(lane.registration, method, ctx, error)
+            record_failure(lane.registration, method, ctx, error)
         else:
             cls(method, (method, payload.get("name")), lane.registration, lane, handler, capture).put(ctx)
 
@@ -204,7 +204,7 @@ class LaneDelivery:
         try:
             values = self._capture.take(self._deliver, ctx)
         except Exception as error:  # a value that cannot be copied counts as a failure of the callback
-            failed(self._registration, self._event, ctx, error)
+            record_failure(self._registration, self._event, ctx, error)
         else:
             self._lane.lane.put(values)
 
@@ -213,7 +213,7 @@ class LaneDelivery:
 
         This method is called on the lane's thread. It also handles errors that would end a program, such as SystemExit.
         """
-        failed(self._registration, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
+        record_failure(self._registration, self._event, ctx, error if isinstance(error, Exception) else as_failure(error))
 
 
 def _kind(values: Values) -> object:

@@ -121,10 +121,10 @@ class LaneSet:
 
     def _lane_of(self, registration: Registration) -> CallbackLane:
         if registration not in self._lanes:
-            self._lanes[registration] = self._left_lane(registration) or CallbackLane(registration, self._inbox)
+            self._lanes[registration] = self._reclaim_lane(registration) or CallbackLane(registration, self._inbox)
         return self._lanes[registration]
 
-    def _left_lane(self, registration: Registration) -> CallbackLane | None:
+    def _reclaim_lane(self, registration: Registration) -> CallbackLane | None:
         """If a callback was removed and is now added again, return the lane (thread or process) that it had before.
 
         Return None if there is no such lane.

@@ -199,7 +199,7 @@ class Process(Background):
             seconds = min(seconds, max(self.patience, _ANSWER_SECONDS))
         try:
             self._control = control or self._control
-            return self._asked(packed, seconds)
+            return self._exchange(packed, seconds)
         except RemoteError:
             raise
         except TimeoutError:
@@ -216,7 +216,7 @@ class Process(Background):
         finally:
             self._lock.release()
 
-    def _asked(self, message: bytes, seconds: float | None) -> Any:
+    def _exchange(self, message: bytes, seconds: float | None) -> Any:
         connection, child = self._connection, self._child
         if connection is None or child is None:
             connection = self._start()
@@ -313,10 +313,10 @@ class _Packed:
         self._notes = tuple(map(str, getattr(error, "__notes__", ())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked, (self._pickled, self._name, self._text, self._notes)
+        return _unpack_error, (self._pickled, self._name, self._text, self._notes)
 
 
-def _unpacked(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> BaseException:
+def _unpack_error(pickled: bytes, name: str, text: str, notes: tuple[str, ...]) -> BaseException:
     try:
         made = pickle.loads(pickled)
         if isinstance(made, BaseException):

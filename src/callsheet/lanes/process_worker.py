@@ -78,12 +78,12 @@ def serve(connection: MessageSocket) -> None:
             if callback is None:
                 callback = CallbackSpec(*message).build()
             else:
-                answer = _called(callback, message, _RemoteInbox(sender))
+                answer = _call_method(callback, message, _RemoteInbox(sender))
                 if inspect.isawaitable(answer):
                     import asyncio
 
                     runner = runner or asyncio.Runner()
-                    answer = runner.run(_awaited(answer))
+                    answer = runner.run(_await_result(answer))
             reply = pickle.dumps(("done", answer if message[0] == "state_dict" else None))
         except BaseException as error:  # catches SystemExit too, because a callback must not end this process
             # If the callback has forked, this may be the child. End the child, because only the original process may answer.
@@ -100,7 +100,7 @@ def serve(connection: MessageSocket) -> None:
         runner.close()
 
 
-def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
+def _call_method(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
     what, *rest = message
     if what != "call":
         return getattr(callback, what)(*rest)
@@ -109,7 +109,7 @@ def _called(callback: Callback, message: tuple[Any, ...], inbox: Inbox) -> Any:
     return getattr(callback, method)(snapshot_of(fields, control), **payload)
 
 
-async def _awaited(result: Any) -> None:
+async def _await_result(result: Any) -> None:
     await result
 
 

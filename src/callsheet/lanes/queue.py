@@ -199,7 +199,7 @@ class Lane:
                 newer.add(kind)
             return True  # `item` may be added even to a full queue, because the queue now holds only the latest item of each kind
         if self.options.overflow == "block" and not self._has_given_up and not self.is_own_thread:
-            if self._waited_for_room():
+            if self._wait_for_room():
                 return True
             self._has_given_up = True
             logger.error(
@@ -215,7 +215,7 @@ class Lane:
             pass
         return True
 
-    def _waited_for_room(self) -> bool:
+    def _wait_for_room(self) -> bool:
         """Wait until the queue has room. Return False if the queue's thread makes no progress before the deadline."""
         left, now = len(self.items), time.monotonic()
         moved_at = now
@@ -243,7 +243,7 @@ class Lane:
             done = self.done
             self._wake.wait(_LOOK_SECONDS if self.looks_itself else None)
             self._wake.clear()
-            if self.items and self._waited_for_earlier():
+            if self.items and self._wait_for_earlier_thread():
                 self._run_waiting_items()
             self.looks_itself = self.done > done
         self._finish()
@@ -253,7 +253,7 @@ class Lane:
         """The thread that is processing an item of this lane, or None."""
         return self._thread if self._in_hand else None
 
-    def _waited_for_earlier(self) -> bool:
+    def _wait_for_earlier_thread(self) -> bool:
         """Wait for the thread of an earlier run that is still in a handler of the callback. Return False if this lane is closed."""
         is_logged = False
         while self._earlier is not None and self._earlier.is_alive():

@@ -74,7 +74,7 @@ class FileLogger(Logger):
     def on_checkpoint_load_end(self, ctx: Context) -> None:
         """Open the log file, and write the output that was captured so far."""
         try:
-            log = self._opened(folder_of(self, ctx) / "logs" / f"rank-{ctx.run.rank}.log")
+            log = self._open_log(folder_of(self, ctx) / "logs" / f"rank-{ctx.run.rank}.log")
         except BaseException:
             self._end()
             raise
@@ -107,7 +107,7 @@ class FileLogger(Logger):
         else:
             self._early.append((text, stream))
 
-    def _opened(self, path: Path) -> OutputLog | DescriptorCapture:
+    def _open_log(self, path: Path) -> OutputLog | DescriptorCapture:
         if path in _written:
             raise ConfigError(f"{path} is already written by another FileLogger; give this one its own name: logger.name = '...'")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,11 @@ from callsheet.loggers.support.mlflow_runs import (
     MAX_PARAM_CHARACTERS,
     MAX_TAG_CHARACTERS,
     active_run,
-    allowed,
     client_for,
     new_run,
     patience,
     run_of_before,
+    sanitize_name,
 )
 from callsheet.loggers.support.pixels import as_pixels
 from callsheet.loggers.support.retry_queue import RetryQueue
@@ -106,21 +106,21 @@ class MLflowLogger(Tracker):
             text = io.StringIO()
             csv.writer(text).writerows([columns, *([plain(cell) for cell in row] for row in rows)])
             with patience(self._module(), self.timeout):
-                self._client.log_text(self.run_id, text.getvalue(), f"tables/{allowed(name)}/{ctx.step:08d}.csv")
+                self._client.log_text(self.run_id, text.getvalue(), f"tables/{sanitize_name(name)}/{ctx.step:08d}.csv")
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:
         """Log images with their step. Several images are named `<name>/<number>`."""
         if self.is_open:
             with patience(self._module(), self.timeout):
                 for i, image in enumerate(images):
-                    key = allowed(f"{name}/{i}" if len(images) > 1 else name).replace(":", "_")
+                    key = sanitize_name(f"{name}/{i}" if len(images) > 1 else name).replace(":", "_")
                     self._client.log_image(self.run_id, as_pixels(image), key=key, step=ctx.step, synchronous=True)
 
     def log_file(self, ctx: Context, name: str, path: Path) -> None:
         """Upload the file to MLflow as an artifact, and wait until that is done."""
         if self.is_open:
             with patience(self._module(), self.timeout):
-                self._client.log_artifact(self.run_id, str(path), f"files/{allowed(name)}".removesuffix(f"/{path.name}"))
+                self._client.log_artifact(self.run_id, str(path), f"files/{sanitize_name(name)}".removesuffix(f"/{path.name}"))
 
     # --- methods of the base class `Tracker` that a logger must implement ---
 
@@ -146,11 +146,11 @@ class MLflowLogger(Tracker):
 
     def _write(self, ctx: Context, values: Mapping[str, float]) -> None:
         metric, now = self._module().entities.Metric, int(time.time() * 1000)
-        self._queue.put([metric(allowed(name), value, now, ctx.record.step) for name, value in values.items()])
+        self._queue.put([metric(sanitize_name(name), value, now, ctx.record.step) for name, value in values.items()])
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
         entities = self._module().entities
-        latest = {allowed(name): str(value)[:MAX_PARAM_CHARACTERS] for name, value in values.items()}
+        latest = {sanitize_name(name): str(value)[:MAX_PARAM_CHARACTERS] for name, value in values.items()}
         new = [entities.Param(name, value) for name, value in latest.items() if name not in self._params]
         for start in range(0, len(new), _MAX_ENTRIES_PER_REQUEST):
             self._send(params=new[start : start + _MAX_ENTRIES_PER_REQUEST])

@@ -15,7 +15,7 @@ from callsheet.core.lane_options import LaneOptions
 from callsheet.core.run_state import Outcome
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.pixels import as_pixels
-from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, nested, plain
+from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain, unflatten
 
 Mode = Literal["online", "offline", "shared", "disabled"]
 _MODES: tuple[Mode, ...] = get_args(Mode)
@@ -164,7 +164,7 @@ class WandBLogger(Tracker):
 
     def _settings(self, ctx: Context, values: Mapping[str, Any]) -> None:
         self._hyperparameters |= values
-        self.run.config.update(nested(self._hyperparameters), allow_val_change=True)
+        self.run.config.update(unflatten(self._hyperparameters), allow_val_change=True)
 
     def _fail(self, ctx: Context, error: str) -> None:
         self.run.summary["exception"] = error

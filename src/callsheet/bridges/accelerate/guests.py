@@ -16,7 +16,7 @@ from callsheet.core.context import Context
 from callsheet.core.wrappers import Handler
 from callsheet.loggers import Logger
 from callsheet.loggers.support.pixels import as_pixels
-from callsheet.loggers.support.tracker import flat
+from callsheet.loggers.support.tracker import flatten
 
 
 def guest(tracker: Any, *, name: str = "", phase: Phase = "report", strict: bool = True) -> Callback:
@@ -68,7 +68,7 @@ class TrackerGuest(Guest, Logger):
         """
         plain = (bool, int, float, str)
         self.foreign.store_init_configuration(
-            {name: value if isinstance(value, plain) else str(value) for name, value in flat(values).items()}
+            {name: value if isinstance(value, plain) else str(value) for name, value in flatten(values).items()}
         )
 
     def log_images(self, ctx: Context, name: str, images: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from callsheet.core.lane_options import LaneOptions
 from callsheet.errors import did_you_mean
-from callsheet.lanes.capture import copied
+from callsheet.lanes.capture import copy_value
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.lanes.tasks import finish_tasks
 
@@ -293,7 +293,7 @@ def seen(context: TrainingContext, hook: str, **changes: Any) -> TrainingContext
     for name, value in changes.items():
         setattr(snapshot, name, value)
     snapshot.hook_name = hook
-    snapshot.batch_metrics, snapshot.val_metrics = copied(snapshot.batch_metrics, {}), copied(snapshot.val_metrics, {})
+    snapshot.batch_metrics, snapshot.val_metrics = copy_value(snapshot.batch_metrics, {}), copy_value(snapshot.val_metrics, {})
     return snapshot
 
 

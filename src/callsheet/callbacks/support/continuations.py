@@ -46,16 +46,16 @@ class Prompts:
         self._tokenizer = tokenizer
         self._prompts = prompts
         check_prompts(prompts)
-        self.ids = [self._encoded(prompt) for prompt in prompts]
+        self.ids = [self._encode(prompt) for prompt in prompts]
 
     def rows(self, written: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
         """Return each prompt and its continuation as texts. `written` contains the token ids of each continuation."""
         return [
-            (prompt if isinstance(prompt, str) else self._decoded(prompt, prompt), self._decoded(ids, prompt))
+            (prompt if isinstance(prompt, str) else self._decode(prompt, prompt), self._decode(ids, prompt))
             for prompt, ids in zip(self._prompts, written, strict=True)
         ]
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
         ids: Any = prompt
         if isinstance(prompt, str):
             ids = list(prompt.encode()) if self._tokenizer is None else self._tokenizer.encode(prompt)
@@ -64,7 +64,7 @@ class Prompts:
             raise ConfigError(f"the prompt {prompt!r} has no tokens to continue; leave it out")
         return tokens
 
-    def _decoded(self, ids: Sequence[int], prompt: Prompt) -> str:
+    def _decode(self, ids: Sequence[int], prompt: Prompt) -> str:
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids)))
         if isinstance(prompt, str):
@@ -80,7 +80,7 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
             check_characters(prompt, f"prompts[{number}]")
 
 
-def written(
+def generate_continuations(
     model: Any,
     prompts: Prompts,
     device: str,
@@ -104,7 +104,7 @@ def written(
     Raises:
         NonFiniteError: the model's outputs are NaN or infinite, so no token can be chosen.
     """
-    with undisturbed(model, seed) as is_sharded, finite_outputs(model):
+    with evaluation_mode(model, seed) as is_sharded, finite_outputs(model):
         # With `synced_gpus`, all ranks of a sharded model generate equally many tokens, so no rank waits for another forever.
         words = {**words, "synced_gpus": is_sharded and world_size > 1}
         lines = continuations(model, prompts.ids, device, batch_size=batch_size, words=words, options=options)
@@ -112,7 +112,7 @@ def written(
 
 
 @contextmanager
-def undisturbed(model: Any, seed: int) -> Iterator[bool]:
+def evaluation_mode(model: Any, seed: int) -> Iterator[bool]:
     """While the `with` block runs, keep the model in evaluation mode without gradients. Then restore modes and random states.
 
     Yield whether the model is sharded.
@@ -183,12 +183,12 @@ def continuations(
         for start in range(0, len(places), batch_size):
             part = places[start : start + batch_size]
             ids = torch.tensor([list(prompts[i]) for i in part], device=device)
-            for place, line in zip(part, _continued(model, ids, words, options), strict=True):
+            for place, line in zip(part, _generate(model, ids, words, options), strict=True):
                 written[place] = line
     return written
 
 
-def _continued(model: Any, ids: torch.Tensor, words: Mapping[str, Any], options: Mapping[str, Any]) -> list[list[int]]:
+def _generate(model: Any, ids: torch.Tensor, words: Mapping[str, Any], options: Mapping[str, Any]) -> list[list[int]]:
     config = getattr(model, "generation_config", None)
     ends = options.get("eos_token_id", getattr(config, "eos_token_id", None))
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -55,7 +55,7 @@ class Address:
             if self.to not in ("", "webhook", "slack"):  # `to` may be a secret, so the message does not repeat it
                 raise ConfigError("both url_env= and to= give a URL; with url_env, set to= to 'webhook' or 'slack'")
         elif self.kind == "mailto":
-            user, scheme = checked_server(self.server).username, urlsplit(self.server).scheme
+            user, scheme = parse_server(self.server).username, urlsplit(self.server).scheme
             if not all("@" in each and not each.split()[1:] for each in self.rest.split(",")):
                 raise ConfigError(f"to={self.to!r} is not a list of addresses; separate them with commas")
             if bool(user) is not bool(self.password_env):
@@ -67,7 +67,7 @@ class Address:
                     f"server={self.server!r} would send a password in the clear; write smtp+starttls:// or smtps://"
                 )
         elif self.to:
-            checked_url(self.url)
+            parse_url(self.url)
 
     @property
     def kind(self) -> str:
@@ -89,7 +89,7 @@ class Address:
         """The address without its secrets, for the run's record. Of a URL, only the scheme and the host remain."""
         if self.url_env or self.kind == "mailto" or not self.to:
             return self.to
-        parts = checked_url(self.url)
+        parts = parse_url(self.url)
         return f"{'slack:' if self.kind == 'slack' else ''}{parts.scheme}://{parts.hostname}{HIDDEN_PATH}"
 
     def destination(self) -> Destination | None:
@@ -153,7 +153,7 @@ class Webhook:
     """
 
     def __init__(self, url: str, *, is_slack: bool = False) -> None:
-        parts = checked_url(url)
+        parts = parse_url(url)
         self.shown = f"{'Slack' if is_slack else 'the webhook'} at {parts.hostname}"
         self._url = url
         self._is_slack = is_slack or parts.hostname == "hooks.slack.com"
@@ -185,7 +185,7 @@ class Mail:
     """Sends mail by SMTP; see `Address` for the arguments."""
 
     def __init__(self, recipients: str, server: str, sender: str, password: str | None = None) -> None:
-        parts = checked_server(server)
+        parts = parse_server(server)
         self.shown = f"mail by {parts.hostname}"
         self._recipients = recipients
         self._scheme, self._host = parts.scheme, parts.hostname or ""
@@ -200,7 +200,7 @@ class Mail:
         mail["From"], mail["To"] = self._sender, self._recipients
         mail.set_content(f"{notification.text}\n")
         try:
-            with self._connected(timeout) as connection:
+            with self._connect(timeout) as connection:
                 rejected = connection.send_message(mail)
         except smtplib.SMTPResponseException as error:
             raise NotDelivered(f"it answered {error.smtp_code}", is_final=error.smtp_code >= 500) from None
@@ -215,7 +215,7 @@ class Mail:
             of = len(self._recipients.split(","))
             raise NotDelivered(f"it rejected {len(rejected)} of {of} recipients", is_final=True)
 
-    def _connected(self, timeout: float) -> smtplib.SMTP:
+    def _connect(self, timeout: float) -> smtplib.SMTP:
         context = ssl.create_default_context()
         if self._scheme == "smtps":
             connection: smtplib.SMTP = smtplib.SMTP_SSL(self._host, self._port, timeout=timeout, context=context)
@@ -232,7 +232,7 @@ class Mail:
         return connection
 
 
-def checked_url(url: str) -> SplitResult:
+def parse_url(url: str) -> SplitResult:
     """Return the parts of a webhook's URL. If the URL is invalid, raise ConfigError with a message without the URL."""
     try:
         parts = urlsplit(url.strip())
@@ -248,7 +248,7 @@ def checked_url(url: str) -> SplitResult:
     return parts
 
 
-def checked_server(server: str) -> SplitResult:
+def parse_server(server: str) -> SplitResult:
     """Return the parts of a mail server's address. Raise ConfigError if it is invalid."""
     parts = urlsplit(server)
     if parts.password is not None:

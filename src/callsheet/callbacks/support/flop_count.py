@@ -91,7 +91,7 @@ class StepFlops:
         self.by_tokens = False
         """Whether the elements of the batches turned out to be the tokens that the run counts anyway.
 
-        If so, `fetched` and `begin_step` need not be called.
+        If so, `add_batch` and `begin_step` need not be called.
         """
         # The work of the steps since the last record: FLOPs if the model reports them, otherwise the number of batch elements.
         self._waiting: Any = 0
@@ -115,10 +115,10 @@ class StepFlops:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all measurements are done. After that, only `fetched` and `begin_step` need to be called in each step."""
+        """Whether all measurements are done. After that, only `add_batch` and `begin_step` need to be called in each step."""
         return self.is_done and self.counter is None and not self.is_guessing
 
-    def fetched(self, batch: Any) -> None:
+    def add_batch(self, batch: Any) -> None:
         """Add a fetched batch to the next step's total: its FLOPs if the model reports them, otherwise its number of elements."""
         if self._reported is None:
             self._fetched += numbers_in(batch)

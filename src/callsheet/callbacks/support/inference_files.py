@@ -37,7 +37,7 @@ class Call:
             return cls((), dict(given))
         return cls(given if isinstance(given, tuple) else (given,))
 
-    def changed(self, how: Callable[[Tensor], Tensor]) -> Call:
+    def map_tensors(self, how: Callable[[Tensor], Tensor]) -> Call:
         """Return a copy of the call with the function `how` applied to every tensor."""
         args, kwargs = trees.tree_map_only(Tensor, how, (self.args, self.kwargs))
         return Call(args, kwargs)
@@ -56,10 +56,10 @@ class Call:
                 return tensor.clone()
             return torch.cat([tensor, tensor]) if samples == 1 else tensor[:2].clone()
 
-        return self.changed(two)
+        return self.map_tensors(two)
 
 
-def exported_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> ExportedProgram:
+def export_program(model: nn.Module, call: Call, dynamic_shapes: Any) -> ExportedProgram:
     """Return the model's forward pass as a program of `torch.export`.
 
     `model` is a copy on the CPU in evaluation mode, which may be changed.

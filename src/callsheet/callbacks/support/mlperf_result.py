@@ -68,7 +68,7 @@ class Submission:
         one_of("division", self.division, get_args(Division))
         one_of("status", self.status, get_args(Status))
         if self.benchmark:
-            self.ruleset = _checked_ruleset(self.ruleset, self.benchmark)
+            self.ruleset = _choose_ruleset(self.ruleset, self.benchmark)
 
     def platform(self, run: RunInfo) -> str:
         """Return the platform's name: `system_name` or, if it is empty, the number of ranks and the device's name."""
@@ -151,7 +151,7 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def found(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
+def find_hyperparameters(ctx: Context, sizes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters that are known after a run's first step, under the names that MLPerf's rules give to them.
 
     The batch size comes first, because the rules require this.
@@ -207,7 +207,7 @@ def accuracy_keys(benchmark: str) -> tuple[str, ...]:
     return ("eval_accuracy", "averaged_validation_loss") if benchmark == "flux1" else ("eval_accuracy",)
 
 
-def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `given` as a dict. Raise ConfigError if a value is not plain data, or if a name is one that the callback itself writes."""
     for name in given:
         if _RESERVED_NAMES_PATTERN.fullmatch(name):
@@ -219,7 +219,7 @@ def checked_hyperparameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _checked_ruleset(ruleset: str, benchmark: str) -> str:
+def _choose_ruleset(ruleset: str, benchmark: str) -> str:
     """Return the version of MLPerf's rules to use, which is the newest if `ruleset` is empty.
 
     Raises:

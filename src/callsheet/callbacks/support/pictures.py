@@ -39,7 +39,7 @@ class Pictures:
     predictions: Tensor | None = None
     labels: Tensor | None = None
 
-    def drawn(self) -> list[Tensor]:
+    def draw(self) -> list[Tensor]:
         """Return each image as a CPU tensor of shape (H, W) or (H, W, 3). Predictions and labels, if any, are shown beside the image.
 
         A segmentation shows image, prediction and label side by side, with values within [0, 1].
@@ -48,7 +48,7 @@ class Pictures:
         if self.predictions is None or self.labels is None:
             return [image.squeeze(-1) for image in images]
         parts = zip(images, self.predictions.cpu(), self.labels.cpu(), strict=True)
-        return [torch.cat([_within_one(image), colored(predicted), colored(true)], dim=1) for image, predicted, true in parts]
+        return [torch.cat([_within_one(image), colorize(predicted), colorize(true)], dim=1) for image, predicted, true in parts]
 
 
 def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor | None:
@@ -63,7 +63,7 @@ def images_in(batch: Any, key: Key | None, channels_last: bool | None) -> Tensor
         images = _at(batch, key, "input_key")
         if not isinstance(images, Tensor) or images.dim() not in (3, 4):
             raise ConfigError(
-                f"input_key={key!r}: {_described(images)} is not images; give the key of a tensor of shape (N, C, H, W)"
+                f"input_key={key!r}: {_describe(images)} is not images; give the key of a tensor of shape (N, C, H, W)"
             )
     if images is None:
         return None
@@ -83,7 +83,7 @@ def labels_in(batch: Any, key: Key | None, channels_last: bool | None, images: T
         labels = _at(batch, key, "target_key")
         if not isinstance(labels, Tensor) or labels.dim() not in (3, 4):
             raise ConfigError(
-                f"target_key={key!r}: {_described(labels)} is not labels of pixels; give the key of a tensor of shape (N, H, W)"
+                f"target_key={key!r}: {_describe(labels)} is not labels of pixels; give the key of a tensor of shape (N, H, W)"
             )
         return classes(labels, channels_last, images)
     size = images.shape[:3]
@@ -122,7 +122,7 @@ def classes(tensor: Tensor, channels_last: bool | None, images: Tensor, *, are_s
     return tensor.long()
 
 
-def colored(numbers: Tensor) -> Tensor:
+def colorize(numbers: Tensor) -> Tensor:
     """Return the class indices as RGB colors, which adds a last dimension. Ignored pixels are gray."""
     judged = (numbers >= 0) & (numbers != _IGNORED_LABEL)
     return torch.where(judged[..., None], PALETTE[numbers % _IGNORED_LABEL], torch.tensor(_GRAY_LEVEL))
@@ -151,10 +151,10 @@ def _at(batch: Any, key: Key, option: str) -> Any:
     try:
         return batch[key]
     except (KeyError, IndexError, TypeError):
-        raise ConfigError(f"{option}={key!r}: the batch, {_described(batch)}, does not have it") from None
+        raise ConfigError(f"{option}={key!r}: the batch, {_describe(batch)}, does not have it") from None
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(str, value))}"
     shape = tuple(value.shape) if isinstance(value, Tensor) else len(value) if isinstance(value, (list, tuple)) else None

@@ -60,7 +60,7 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
     waiting: list[str] = []
     draft = path.with_name(f"{path.name}.new-{os.getpid()}")
     while True:
-        waiting += _taken_lines(path)
+        waiting += _take_lines(path)
         if not (lines := change(waiting)):
             return
         try:
@@ -76,17 +76,17 @@ def _change(path: Path, change: Callable[[list[str]], list[str]]) -> None:
             draft.unlink(missing_ok=True)
 
 
-def _taken_lines(path: Path) -> list[str]:
+def _take_lines(path: Path) -> list[str]:
     """Remove the trigger file and return its lines; none if there is no such file, perhaps because the job has just read it."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise ConfigError(f"{path} is not a regular file; remove it")
-        return claimed_lines(path, "changed")
+        return claim_lines(path, "changed")
     except FileNotFoundError:
         return []
 
 
-def claimed_lines(path: Path, by: str) -> list[str]:
+def claim_lines(path: Path, by: str) -> list[str]:
     """Remove the trigger file and return its lines. An empty file counts as a request to save. Raise OSError on failure."""
     claimed = path.with_name(f"{path.name}.{by}-{os.getpid()}")
     os.replace(path, claimed)  # after the rename, requests of other processes go to a new file

@@ -108,20 +108,20 @@ def _processor() -> str:
 
 def _git(folder: Path) -> dict[str, Any]:
     """Return commit, branch and uncommitted changes of the git repository that contains `folder`; empty if there is none."""
-    top = _asked(folder, "rev-parse", "--show-toplevel")
-    commit = _asked(folder, "rev-parse", "HEAD")
+    top = _run_git(folder, "rev-parse", "--show-toplevel")
+    commit = _run_git(folder, "rev-parse", "HEAD")
     if not top or not commit:
         return {}
     root = Path(top)
-    names = [name for name in (_asked(root, "diff", "HEAD", "--name-only", "--no-renames", "-z") or "").split("\0") if name]
+    names = [name for name in (_run_git(root, "diff", "HEAD", "--name-only", "--no-renames", "-z") or "").split("\0") if name]
     shown = [name for name in names if not name.lower().endswith(_SECRET_FILE_ENDINGS)][:_MAX_FILES]
     options = ("--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
-    diff = (_asked(root, "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
+    diff = (_run_git(root, "diff", "HEAD", *options, "--", *shown) or "") if shown else ""
     text = without_credentials(diff[:_MAX_DIFF_CHARACTERS])
-    untracked = (_asked(root, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")
+    untracked = (_run_git(root, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")
     return {
         "commit": commit,
-        "branch": _asked(root, "rev-parse", "--abbrev-ref", "HEAD"),
+        "branch": _run_git(root, "rev-parse", "--abbrev-ref", "HEAD"),
         "is_dirty": bool(names),
         "diff": text,
         "is_diff_cut": len(diff) > _MAX_DIFF_CHARACTERS,
@@ -130,7 +130,7 @@ def _git(folder: Path) -> dict[str, Any]:
     }
 
 
-def _asked(folder: Path, *question: str) -> str | None:
+def _run_git(folder: Path, *question: str) -> str | None:
     """Return the output of a git command; None if there is no git or no repository, or if git does not answer in time."""
     # The user's git hooks, pagers, editors and prompts must not run, and reading must not write to the repository.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_PAGER": "cat", "LC_ALL": "C"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from callsheet.core.lane_options import LaneOptions
-from callsheet.lanes.capture import copied
+from callsheet.lanes.capture import copy_value
 from callsheet.lanes.queue import Lane, close, drain
 from callsheet.loggers.support.file_names import replace_file
 
@@ -29,12 +29,12 @@ class ImageWriter:
         self._folder = folder
         self._may_write = may_write
         self._failure: Exception | None = None
-        self._lane = Lane(f"{label}'s images", self._written, _LANE_OPTIONS)
+        self._lane = Lane(f"{label}'s images", self._write_images, _LANE_OPTIONS)
 
     def write(self, files: Sequence[str], images: Sequence[Any], then: Callable[[], object]) -> None:
         """Queue copies of `images`. The background thread writes them to `files` (paths in the folder), and then calls the function `then`."""
         here = [image.detach().cpu() if hasattr(image, "detach") else image for image in images]
-        self._lane.put((list(files), copied(here, {}), then))
+        self._lane.put((list(files), copy_value(here, {}), then))
         self._report_failure()
 
     def flush(self) -> None:
@@ -51,7 +51,7 @@ class ImageWriter:
         finally:
             close([self._lane])
 
-    def _written(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
+    def _write_images(self, batch: tuple[list[str], list[Any], Callable[[], object]]) -> None:
         from callsheet.loggers.support.pixels import png  # imported here because `pixels` needs numpy
 
         files, images, then = batch

@@ -126,7 +126,7 @@ class _File:
         try:
             while self.waits:
                 if self._descriptor is None:
-                    self._descriptor = self._opened()
+                    self._descriptor = self._open()
                 del self.waits[: os.write(self._descriptor, self.waits)]
         except OSError as error:
             return error
@@ -138,7 +138,7 @@ class _File:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         if (size := os.lseek(descriptor, 0, os.SEEK_END)) and _byte_at(descriptor, size - 1) != b"\n":

@@ -133,7 +133,7 @@ def new_run(mlflow: Any, client: Any, experiment: str | None, name: str, tags: M
     return client.create_run(found.experiment_id, run_name=name, tags=tags)
 
 
-def allowed(name: str) -> str:
+def sanitize_name(name: str) -> str:
     """Convert `name` to a name that MLflow allows: replace invalid characters by `_`, and remove empty path parts."""
     parts = re.sub(r"[^\w.\- :/]", "_", name, flags=re.ASCII).split("/")
     return "/".join(part if part.strip(".") else part.replace(".", "_") for part in parts if part)[:MAX_NAME_CHARACTERS] or "_"

@@ -39,7 +39,7 @@ class OutputLog:
         self._is_failing = self._is_closed = False
         self._process = os.getpid()
         os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
-        self._descriptor = self._opened()
+        self._descriptor = self._open()
 
     def write(self, text: str, stream: str = "") -> None:
         """Add text that the process printed. Each line is written to the file once it is complete."""
@@ -53,7 +53,7 @@ class OutputLog:
             if len(rest) > _MAX_LINE_CHARACTERS:
                 ended, rest = [*ended, rest], ""
             self._lines[stream] = rest
-            if shown := [line for line in map(_shown, ended) if line is not None]:
+            if shown := [line for line in map(_visible_text, ended) if line is not None]:
                 self._append("".join(f"{line}\n" for line in shown).encode("utf-8", "backslashreplace"))
 
     def failure(self) -> OSError | None:
@@ -86,7 +86,7 @@ class OutputLog:
                 self._descriptor = -1
                 os.replace(self._path, f"{self._path}.1")
             if self._descriptor < 0:
-                self._descriptor = self._opened()
+                self._descriptor = self._open()
             while content:
                 written = os.write(self._descriptor, content)
                 self._size += written
@@ -97,13 +97,13 @@ class OutputLog:
                 self._failure = error
             self._is_failing = True
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         self._size = os.fstat(descriptor).st_size
         return descriptor
 
 
-def _shown(line: str) -> str | None:
+def _visible_text(line: str) -> str | None:
     """Return the text that a terminal shows if `line` is printed; None if the line consists only of control codes."""
     written = line.rstrip("\r")
     seen = _CONTROL_CODES.sub("", _ERASING_CODES.split(written)[-1])

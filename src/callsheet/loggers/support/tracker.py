@@ -6,7 +6,7 @@ A logger derives from `Tracker`, sets `package` and `extra`, and implements:
 
     _open(ctx, run_id)      create a run of the tracker, or resume the one with that id; return `Opened(run_id, is_ours)`
     _write(ctx, values)     log a record's values, by name
-    _settings(ctx, values)  log hyperparameters, by dotted name (`flat`)
+    _settings(ctx, values)  log hyperparameters, by dotted name (`flatten`)
     _fail(ctx, error)       log an exception, on one line (optional)
     _close(ctx, outcome)    end the run; only called if `is_ours`
 
@@ -106,7 +106,7 @@ class Tracker(Logger):
     def log_hyperparameters(self, ctx: Context, values: Mapping[str, Any]) -> None:
         """Log hyperparameters under dotted names such as `optimizer.lr`."""
         if self.is_open:
-            self._settings(ctx, flat(values))
+            self._settings(ctx, flatten(values))
 
     def on_exception(self, ctx: Context) -> None:
         if self.is_open and (error := ctx.exception) is not None:
@@ -149,7 +149,7 @@ class Tracker(Logger):
         return load(self.package, extra=self.extra, wanted_by=type(self).__name__)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested values to a dictionary with dotted names, such as `optimizer.lr` or `callbacks.0.keep`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -159,7 +159,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, (list, tuple)) and any(isinstance(each, (Mapping, list, tuple)) for each in value):
             value = {str(place): each for place, each in enumerate(value)}
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{path}.")
+            found |= flatten(value, f"{path}.")
         elif isinstance(value, (list, tuple)):
             found[path] = [plain(each) for each in value]
         else:
@@ -167,8 +167,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted names to nested dictionaries, one level for each dot. This is the reverse of `flat`."""
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert dotted names to nested dictionaries, one level for each dot. This is the reverse of `flatten`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split(".")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from callsheet.callbacks.support.continuations import undisturbed
+from callsheet.callbacks.support.continuations import evaluation_mode
 from callsheet.recipes.data.image_batches import ImageBatches
 from callsheet.recipes.data.image_text import Example
 from callsheet.trainer import Trainer
@@ -31,7 +31,7 @@ def answered(
     model: Any = trainer.model
     config = model.generation_config
     end = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
-    with undisturbed(model, seed=0) as is_sharded:
+    with evaluation_mode(model, seed=0) as is_sharded:
         for start in range(0, len(questions), batch_size):
             batch = batches.encoded(questions[start : start + batch_size], side="left")
             made = model.generate(

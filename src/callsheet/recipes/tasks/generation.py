@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from callsheet.callbacks.support.continuations import Prompt, Prompts, written
+from callsheet.callbacks.support.continuations import Prompt, Prompts, generate_continuations
 from callsheet.errors import NonFiniteError
 from callsheet.trainer import Trainer
 
@@ -63,7 +63,7 @@ def continuations(
     words: dict[str, Any] = {"max_new_tokens": most, "do_sample": temperature > 0}
     if temperature > 0:
         words["temperature"] = temperature
-    return written(
+    return generate_continuations(
         trainer.model,
         Prompts(list(prompts), tokenizer),
         str(trainer.device),
