@@ -34,7 +34,7 @@ from callsheet.recipes.settings import as_file, settings_of
 from callsheet.run.run_guard import why_not_writable
 from callsheet.run.run_lock import RunLock
 from callsheet.trainer import Trainer
-from callsheet.trainer.arguments import duration, resolved_device
+from callsheet.trainer.arguments import duration, resolve_device
 from callsheet.trainer.tasks import Task
 
 logger = logging.getLogger("callsheet")
@@ -436,7 +436,7 @@ class Recipe(Generic[AnyConfig]):
         )
 
     def _prepared(self) -> nn.Module:
-        resolved_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
+        resolve_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):
