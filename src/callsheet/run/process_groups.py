@@ -97,8 +97,8 @@ class ProcessGroups:
 
     If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
     tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
-    for a reduction of gradients or for each other. All methods except `rank`, `size`, `publish_failure`, `explain_failure` and `close` are collectives:
-    every rank must call them, in the same order.
+    for a reduction of gradients or for each other. All methods except `rank`, `size`, `publish_failure`, `explain_failure` and
+    `close` are collectives: every rank must call them, in the same order.
 
     Args:
         ranks: this process's rank and the world size, from the launcher.
