@@ -11,7 +11,7 @@ from callsheet.errors import ConfigError
 from callsheet.recipes import recipe as recipe_module
 from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.existing_run import reject_another_job
-from callsheet.recipes.yaml_file import loaded, read_yaml
+from callsheet.recipes.yaml_file import parse_yaml, read_yaml
 
 BASE = "recipe: pretrain\nrun_name: mine\nmax_duration: 4ba\n"
 DEEP = "[" * 400 + "]" * 400
@@ -89,7 +89,7 @@ def test_a_value_that_is_nested_too_deeply_is_rejected(
     for value in (DEEP, "&x [*x]"):
         assert main(["show", "mine.yaml", "--model", value]) == 2
         assert error_line(capsys).startswith("callsheet: --model: its lists and mappings are nested too deeply")
-        assert loaded(value) == value
+        assert parse_yaml(value) == value
         with monkeypatch.context() as patch:
             patch.setenv("CALLSHEET_MODEL", value)  # not a key itself, only its parts are
             assert main(["show", "mine.yaml"]) == 0

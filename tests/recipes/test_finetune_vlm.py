@@ -20,7 +20,7 @@ from callsheet.errors import ConfigError
 from callsheet.recipes import FinetuneVLM, FinetuneVLMConfig, finetune_vlm
 from callsheet.recipes.data.image_batches import ImageBatches
 from callsheet.recipes.data.image_text import ImageText
-from callsheet.recipes.data.images import opened
+from callsheet.recipes.data.images import open_image
 from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.models.byte_processor import CHAT_TEMPLATE, byte_processor
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
@@ -170,7 +170,7 @@ def test_images_are_read_from_paths_bytes_and_dictionaries(tmp_path: Path) -> No
     path = tmp_path / "one.png"
     Image.new("RGBA", (3, 2), (255, 0, 0, 255)).save(path)
     for value in ("one.png", path.read_bytes(), {"bytes": path.read_bytes(), "path": None}, {"bytes": None, "path": "one.png"}):
-        image = opened(value, tmp_path, "row 1")
+        image = open_image(value, tmp_path, "row 1")
         assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (3, 2), (255, 0, 0))
 
 
@@ -225,7 +225,7 @@ def exact_match_without_padding(recipe: FinetuneVLM, model: Any) -> float:
     """Return the share of rows that the model answers correctly, one at a time and without padding."""
     correct = 0
     for example in recipe._examples("seen", 12):
-        inputs = recipe.batches.encoded([example.question()], side="right")
+        inputs = recipe.batches.encode([example.question()], side="right")
         made = model.generate(
             **inputs, max_new_tokens=6, do_sample=False, eos_token_id=recipe.vlm_processor.tokenizer.eos_token_id
         )

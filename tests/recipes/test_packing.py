@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.packing import Pack, check_kept_apart, packed, plan
+from callsheet.recipes.data.packing import Pack, check_kept_apart, pack_samples, plan
 from callsheet.recipes.data.padding import Padding
 
 SHAPE = {
@@ -57,7 +57,7 @@ def test_a_plan_has_every_example_once_and_no_row_is_too_long(lengths: list[int]
 def test_logits_of_packed_examples_equal_those_of_single_examples(attention: str, is_flat: bool) -> None:
     model = model_of("llama", attn_implementation=attention)
     of_rows = [samples(9, 5, 12), samples(4, 11)]
-    batch = Pack(0, flat=is_flat)([packed(row) for row in of_rows])
+    batch = Pack(0, flat=is_flat)([pack_samples(row) for row in of_rows])
     with torch.no_grad():
         logits = model(**batch, use_cache=False).logits
         rows = logits.split([26, 15], dim=1) if is_flat else logits.split(1)
@@ -74,7 +74,7 @@ def test_packed_and_padded_rows_have_the_same_loss() -> None:
     model, some = model_of("llama"), samples(9, 5, 12, 4, 11)
     with torch.no_grad():
         alone = model(**Padding(0)(some), use_cache=False).loss
-        together = model(**Pack(0)([packed(some[:3]), packed(some[3:])]), use_cache=False).loss
+        together = model(**Pack(0)([pack_samples(some[:3]), pack_samples(some[3:])]), use_cache=False).loss
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.rows import Rows, numbered, prepared
+from callsheet.recipes.data.rows import Rows, number_rows, prepare_rows
 from callsheet.recipes.data.tables import Stream, Table, reject
 from callsheet.recipes.data.text_rows import TextRows
 from callsheet.recipes.distill import DistillConfig
@@ -113,7 +113,7 @@ def test_a_damaged_line_of_a_stream_is_rejected_with_its_file_and_line(
 
 def test_half_of_a_surrogate_pair_is_rejected_with_the_row_of_a_program(tmp_path: Path) -> None:
     given: list[dict[str, Any]] = [{"text": "\U0001f600", "image": object()}, {"messages": [{"content": "a\ud83d"}]}]
-    rows = numbered(given)
+    rows = number_rows(given)
     assert next(rows) == ("row 1", given[0])
     with pytest.raises(ConfigError, match=r"^row 2: half of a surrogate pair, '\\ud83d', is not a character; remove it$"):
         next(rows)
@@ -225,7 +225,7 @@ def test_a_worker_names_the_row_of_its_own_part(tmp_path: Path) -> None:
     def rejects(row: Any, place: str) -> Any:
         return row if row["text"] != "3" else reject(place, "a mistake")
 
-    rows = prepared(Rows(str(tmp_path / "saved"), streaming=True).read(["text"]), rejects)
+    rows = prepare_rows(Rows(str(tmp_path / "saved"), streaming=True).read(["text"]), rejects)
     with pytest.raises(ConfigError, match=r"saved, row 2 of the part of worker 1: a mistake"):
         list(DataLoader(rows, batch_size=None, num_workers=2))
 
@@ -233,7 +233,7 @@ def test_a_worker_names_the_row_of_its_own_part(tmp_path: Path) -> None:
 def test_a_row_with_a_value_that_contains_itself_is_used() -> None:
     row: dict[str, Any] = {"text": "a"}
     row["itself"] = row
-    assert [place for place, _ in numbered([row])] == ["row 1"]
+    assert [place for place, _ in number_rows([row])] == ["row 1"]
 
 
 def test_a_missing_split_of_a_saved_folder_is_an_error_that_names_the_splits(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def at_unequal_steps() -> tuple[str, str]:
         for step in range(1, 40):
             second.agreement.look(step)
             if step == 10 and second.number == 1:
-                second.agreement.evaluated_step(step)
+                second.agreement.look_in_evaluation(step)
         second.agreement.agree(39)
 
     return at_once, error_of(steps)
@@ -72,7 +72,7 @@ def test_unequal_steps_fail_on_all_ranks_and_are_named() -> None:
     assert at_once == (
         "the ranks are not at the same step: rank 0 at 5, rank 1 at 6, rank 2 at 5; do all of them get the same number of batches?"
     )
-    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_evaluation  # rank 1 called evaluated_step() once
+    assert "rank 0 at 39, rank 1 at 40, rank 2 at 39" in in_evaluation  # rank 1 called look_in_evaluation() once
 
 
 # --- requests and signals ---

@@ -20,7 +20,7 @@ from callsheet.callbacks import CheckpointSaver
 from callsheet.checkpoint import find_checkpoints
 from callsheet.errors import CheckpointError, ConfigError, RunInUseError, RunLockLostError
 from callsheet.loggers import JSONLLogger
-from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.run.run_guard import check_lock_timeout
 from callsheet.run.run_lock import RunLock
 
 SCRIPT = Path(__file__).parent / "locked_run.py"
@@ -66,7 +66,7 @@ def until(process: subprocess.Popen[str], word: str) -> str:
 @pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, True, "30"])
 def test_a_wrong_lock_timeout_is_rejected(seconds: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"lock_timeout_seconds={seconds!r}: give a finite number of seconds")):
-        checked_lock_timeout(seconds)
+        check_lock_timeout(seconds)
 
 
 @pytest.mark.slow  # it starts several processes that import torch

@@ -33,9 +33,9 @@ from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.testing.ranks import run_ranks
-from callsheet.trainer.data import SeededDataset, shared
-from callsheet.trainer.data.seeded import mixed, seeded
-from callsheet.trainer.data.splitting import Split, drawn_order
+from callsheet.trainer.data import SeededDataset, share_loader
+from callsheet.trainer.data.seeded import mix, seeded
+from callsheet.trainer.data.splitting import Split, draw_order
 
 pytestmark = pytest.mark.test_all
 
@@ -128,15 +128,15 @@ def test_an_order_depends_on_the_seed_alone_and_disturbs_nothing() -> None:
     for sampler in some_samplers():
         before, own = random_state(), getattr(sampler, "generator", None)
         state = own.get_state() if own is not None else torch.empty(0)
-        order = list(drawn_order(sampler, 7))
+        order = list(draw_order(sampler, 7))
         assert same_random_state(before, random_state())
         assert own is None or torch.equal(own.get_state(), state)
         random.random()
         torch.rand(3)
-        assert list(drawn_order(sampler, 7)) == order
-        assert list(drawn_order(sampler, 8)) != order
+        assert list(draw_order(sampler, 7)) == order
+        assert list(draw_order(sampler, 8)) != order
         assert all(type(index) in (int, list) for index in order)
-    assert list(drawn_order(SequentialSampler(range(4)), 7)) == [0, 1, 2, 3]
+    assert list(draw_order(SequentialSampler(range(4)), 7)) == [0, 1, 2, 3]
 
 
 # --- samples with random states of their own ---
@@ -188,7 +188,7 @@ def test_numpy_and_torch_do_not_draw_the_same_numbers() -> None:
     assert int(torch.empty((), dtype=torch.int32).random_()) == numpy.random.randint(2**31)
     with seeded(5):
         assert int(torch.empty((), dtype=torch.int32).random_()) != numpy.random.randint(2**31)
-    seeds = {mixed(seed, epoch, index) for seed in range(10) for epoch in range(10) for index in range(100)}
+    seeds = {mix(seed, epoch, index) for seed in range(10) for epoch in range(10) for index in range(100)}
     assert len({number & 0xFFFFFFFF for number in seeds}) > 9990
     assert len({number >> 32 for number in seeds}) > 9990
 
@@ -336,7 +336,7 @@ def iterate_all() -> dict[str, list[Any]]:
     torch.manual_seed(groups.rank)
     found: dict[str, list[Any]] = {}
     for name, (loader, options) in loaders(groups.rank).items():
-        batches = shared(loader, groups, 11, argument=name, count_samples=len, **options)
+        batches = share_loader(loader, groups, 11, argument=name, count_samples=len, **options)
         strategy = batches._sharing.strategy
         assert strategy == name.split()[0], f"{name} is {strategy}"
         seen = []
@@ -394,7 +394,7 @@ def rejected(kind: str) -> str:
     }
     loader, shard = cases[kind]
     try:
-        list(shared(loader, groups, 0, argument="data", shard=shard))
+        list(share_loader(loader, groups, 0, argument="data", shard=shard))
     except ConfigError as error:
         return str(error)
     finally:

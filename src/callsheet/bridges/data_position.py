@@ -17,7 +17,7 @@ from callsheet.errors import CheckpointError, mark_as_users
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data.loaders import generators_of, random_state_of, restore_random_state_of
 from callsheet.trainer.data.presharded import PreshardedData
-from callsheet.trainer.data.seeded import mixed
+from callsheet.trainer.data.seeded import mix
 
 logger = logging.getLogger("callsheet")
 
@@ -131,7 +131,7 @@ class DataPosition:
     def _set(self, loader: Any) -> None:
         """Store the dataloader of an epoch, and record whether the loop makes a new dataloader for each epoch."""
         if self._seed is None:  # use torch's initial seed, because reading it draws no random number
-            self._seed = mixed(torch.initial_seed()) & _MAX_SEED
+            self._seed = mix(torch.initial_seed()) & _MAX_SEED
         if loader is self._loader:
             self._epochs, self._is_renewed = self._epochs + 1, False
             return

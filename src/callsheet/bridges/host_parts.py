@@ -85,7 +85,7 @@ class HostEvaluation:
         """Return an empty dict, because `evaluate` has already logged the results."""
         return {}
 
-    def done(self, ctx: Context, names: Iterable[str]) -> None:
+    def mark_done(self, ctx: Context, names: Iterable[str]) -> None:
         """Record that the requested evaluation was carried out."""
         self.undone = None
         ctx.control.done("evaluate")

@@ -35,7 +35,7 @@ from callsheet.run.log_ranks import LogRanks
 from callsheet.run.parts import Stateful
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.run.run import run_info
-from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.run.run_guard import check_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.run.signals import SignalWatch
 from callsheet.run.typed_state import Typed
@@ -115,7 +115,7 @@ class HostedRun(ObservedRun):
     ) -> None:
         check_run_name(run_name, None)
         check_folder("runs_folder", runs_folder)
-        checked_lock_timeout(lock_timeout_seconds)
+        check_lock_timeout(lock_timeout_seconds)
         log_every = log_boundary(log_interval)
         manager = manager_of(callbacks)
         ranks, run_device = read_ranks(), torch.device(device) if device is not None else _device_of(model)

@@ -17,7 +17,7 @@ from callsheet.cli.key_types import class_of, example_of, in_words, item_of, nam
 from callsheet.core.callback import Callback
 from callsheet.core.spec import import_path
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.recipes.yaml_file import loaded
+from callsheet.recipes.yaml_file import parse_yaml
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -68,7 +68,7 @@ def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
 
 def _read(key: str, value: Any, kinds: Mapping[str, Any]) -> Any:
     """Return the value of a key as jsonargparse reads it. For a key inside a value, such as `train.path`, `null` means None."""
-    return None if key not in kinds and loaded(value) is None else value
+    return None if key not in kinds and parse_yaml(value) is None else value
 
 
 def _in_keys(kinds: Mapping[str, Any], values: Mapping[Any, Any], at: str = "", owner: Any = None) -> Iterator[_Error]:
@@ -78,7 +78,7 @@ def _in_keys(kinds: Mapping[str, Any], values: Mapping[Any, Any], at: str = "", 
         inner = {each.removeprefix(f"{name}."): kind for each, kind in kinds.items() if each.startswith(f"{name}.")}
         if name in kinds:
             yield from _in_value(kinds[name], value, key, owner)
-        elif inner and isinstance(content := loaded(value), Mapping):
+        elif inner and isinstance(content := parse_yaml(value), Mapping):
             yield from _in_keys(inner, content, key, owner)
         elif inner and not Path(str(value)).is_file():
             yield _Error(key, f"{key}: give its keys one by one, such as --{key}.{next(iter(inner))}")
@@ -95,7 +95,7 @@ def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Er
     """Yield the errors in a value of the type `kind`. `owner` is the class that has the value as an argument, or None."""
     if kind is None or _fits(kind, value):
         return
-    content, item, parts = loaded(value), item_of(kind, list), parts_of(kind)
+    content, item, parts = parse_yaml(value), item_of(kind, list), parts_of(kind)
     is_mapping = isinstance(content, Mapping)
     if isinstance(content, list) and item:
         for number, each in enumerate(content):

@@ -9,7 +9,7 @@ from typing import Any
 
 from callsheet.cli import environment
 from callsheet.errors import ConfigError
-from callsheet.recipes.yaml_file import line_of, loaded, read_yaml, reject_unreadable
+from callsheet.recipes.yaml_file import line_of, parse_yaml, read_yaml, reject_unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def merge(tree: dict[str, Any], values: Mapping[Any, Any]) -> None:
     for key, value in values.items():
         word, dot, rest = str(key).partition(".")
         name = word.removesuffix("+")
-        content, before = {rest: value} if dot else loaded(value), loaded(tree.get(name))
+        content, before = {rest: value} if dot else parse_yaml(value), parse_yaml(tree.get(name))
         if name != word:
             tree[name] = [*(before if isinstance(before, list) else []), *(content if isinstance(content, list) else [content])]
         elif isinstance(content, Mapping) and "class_path" not in content:

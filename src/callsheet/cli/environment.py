@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from callsheet.cli.key_types import names_code, parts_of, typed_keys
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import ConfigError, did_you_mean
-from callsheet.recipes.yaml_file import loaded
+from callsheet.recipes.yaml_file import parse_yaml
 from callsheet.transport.payload import KEY_VARIABLE, PAYLOAD_VARIABLE
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _holds_a_class(value: Any) -> bool:
         return "class_path" in value or any(map(_holds_a_class, value.values()))
     if isinstance(value, list):
         return any(map(_holds_a_class, value))
-    inside = loaded(value) if isinstance(value, str) else None
+    inside = parse_yaml(value) if isinstance(value, str) else None
     return isinstance(inside, (dict, list)) and _holds_a_class(inside)
 
 

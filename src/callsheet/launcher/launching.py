@@ -140,7 +140,7 @@ def launch(
     }
     sent = pack(callbacks, allow_pickle=allow_pickle, extra=call)
     stopped: signal.Signals | None = None
-    with sent.post() as variables, _restored_signals():
+    with sent.post() as variables, _preserve_signal_handlers():
         specs = _Specs(Path(variables[PAYLOAD_VARIABLE]).parent, variables, prefix=prefix)
         config = _config(specs, nproc_per_node, max_restarts=max_restarts, grace=grace_seconds)
         python, *arguments = command("callsheet.launcher.worker")
@@ -153,7 +153,9 @@ def launch(
             failed = error.failures
         finally:
             _kill_remaining_workers(specs.folder)
-        results, failures = _collected(specs, Key.read(variables[KEY_VARIABLE]), range(0 if stopped else nproc_per_node), failed)
+        results, failures = _collect_results(
+            specs, Key.read(variables[KEY_VARIABLE]), range(0 if stopped else nproc_per_node), failed
+        )
     if stopped is not None:
         signal.raise_signal(stopped)  # raise the signal again, for the handler that was set before `launch()`
         raise SystemExit(128 + stopped)
@@ -215,7 +217,7 @@ def _config(specs: _Specs, ranks: int, *, max_restarts: int, grace: float) -> La
     )
 
 
-def _collected(
+def _collect_results(
     specs: _Specs, key: Key, ranks: Iterable[int], failed: Mapping[int, ProcessFailure]
 ) -> tuple[list[Any], list[RankFailure]]:
     """Return the results that the ranks wrote to files, and the failures of the ranks that wrote no result."""
@@ -248,7 +250,7 @@ def _kill_remaining_workers(folder: Path) -> None:
 
 
 @contextmanager
-def _restored_signals() -> Iterator[None]:
+def _preserve_signal_handlers() -> Iterator[None]:
     """At the end of the `with` block, restore the signal handlers that this process had before the block.
 
     Torch's launcher does not restore the handlers, so its own handlers would stay in a notebook.

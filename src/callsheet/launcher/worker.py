@@ -43,12 +43,12 @@ def _answer(folder: Path, rank: int) -> tuple[int, bytes]:
     try:
         unpacked = open_payload(os.environ, is_ours=True)  # `open_payload` imports the script and creates the callbacks
     except BaseException as error:  # catch SystemExit too, because the script must not exit before the function is called
-        return _failed(error, rank)
+        return _encode_failure(error, rank)
     _Watch(folder, unpacked.launcher, unpacked.extra["grace_seconds"]).start()
-    return _called(unpacked, rank)
+    return _call_function(unpacked, rank)
 
 
-def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
+def _call_function(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
     """Call the launched function. Return the exit code, and the encoded result or error."""
     call: dict[str, Any] = unpacked.extra
     try:
@@ -60,12 +60,12 @@ def _called(unpacked: Unpacked, rank: int) -> tuple[int, bytes]:
     except SystemExit as error:
         if error.code in (None, 0):
             return 0, encode({"rank": rank, "result": None}, allow_pickle=False)
-        return _failed(error, rank, error.code if isinstance(error.code, int) else 1)
+        return _encode_failure(error, rank, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
-        return _failed(error, rank)
+        return _encode_failure(error, rank)
 
 
-def _failed(error: BaseException, rank: int, code: int = 1) -> tuple[int, bytes]:
+def _encode_failure(error: BaseException, rank: int, code: int = 1) -> tuple[int, bytes]:
     """Return the exit code, and the encoded description of `error`.
 
     The launching process reads the description unless it got a signal. Then it ignores the KeyboardInterrupts of the ranks.

@@ -14,11 +14,11 @@ from torch import nn
 from callsheet.core.callback import Callback, one_of
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, Weights, agreed_with_head, class_weights
+from callsheet.recipes.data.class_labels import WEIGHTS, ClassLabels, Weights, align_with_head, class_weights
 from callsheet.recipes.data.labeled_texts import TOO_LONG, LabeledTexts, TooLong
 from callsheet.recipes.data.package_pieces import PackagePieces
 from callsheet.recipes.data.padding import Padding
-from callsheet.recipes.data.rows import Rows, numbered, prepared
+from callsheet.recipes.data.rows import Rows, number_rows, prepare_rows
 from callsheet.recipes.data.tables import Stream, Table
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
@@ -116,13 +116,13 @@ class Classify(Recipe[ClassifyConfig]):
             labels = ClassLabels.of((place, row[columns[1]]) for place, row in train.places())
         else:
             raise ConfigError("labels: the classes of streamed rows are not known before training; name them in `labels`")
-        self.labels = labels = agreed_with_head(labels, config.model, may_reorder=config.labels is None)
+        self.labels = labels = align_with_head(labels, config.model, may_reorder=config.labels is None)
         cuts, most = config.too_long == "truncate", config.sequence_length
         self.texts = LabeledTexts(self.tokenizer, labels, *columns, most, cuts)
         self.counts = ByteCounts(len(labels))
         for name, rows in self.sets.items():
             for place, row in rows.places() if isinstance(rows, Table) else ():
-                text, label = self.texts.checked(row, place)
+                text, label = self.texts.check_row(row, place)
                 if name == "train":
                     self.counts.add(text, label)
         self.weights = class_weights(config.class_weights, self.counts.rows.tolist(), labels.names)
@@ -171,7 +171,7 @@ class Classify(Recipe[ClassifyConfig]):
             self.results |= {f"{name}/{metric}": found[metric] for metric in ("accuracy", "f1")}
         last = self.sets[list(self.evaluated)[-1]] if self.evaluated else None
         if isinstance(last, Table) and self.counts.rows.any():
-            texts, labels = zip(*(self.texts.checked(row, place) for place, row in last.places()), strict=True)
+            texts, labels = zip(*(self.texts.check_row(row, place) for place, row in last.places()), strict=True)
             targets = torch.tensor(labels)
             for name, guess in {
                 "majority class": torch.full_like(targets, self.counts.majority()),
@@ -186,7 +186,7 @@ class Classify(Recipe[ClassifyConfig]):
         Every rank must call this method. Rank 0 gets the predictions.
         """
         collate, size = Padding(self.tokenizer.pad_token_id), self.config.eval_batch_size or self.config.batch_size
-        questions = numbered(rows)
+        questions = number_rows(rows)
         while some := list(islice(questions, size)):
             batch = collate([{"input_ids": self.texts.ids(row, place)} for place, row in some])
             for outputs in self.trainer.predict([batch]):
@@ -198,7 +198,7 @@ class Classify(Recipe[ClassifyConfig]):
     # --- private methods ---
 
     def _batches(self, name: str) -> Iterable[Any]:
-        dataset = prepared(self.sets[name], self.texts.sample)
+        dataset = prepare_rows(self.sets[name], self.texts.sample)
         return self.loader(dataset, collate=Padding(self.tokenizer.pad_token_id), train=name == "train")
 
 

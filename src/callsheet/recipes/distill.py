@@ -135,7 +135,7 @@ class Distill(Finetune):
         If the configured teacher has no `path`, train the teacher first.
         """
         if self.teacher is None:
-            self.teacher = self._teacher(replace(self.config.teacher, path=str(self._trained_teacher()), config=None, freeze=[]))
+            self.teacher = self._teacher(replace(self.config.teacher, path=str(self._train_teacher()), config=None, freeze=[]))
         config = self.config
         return DistillationTask(self.teacher, temperature=config.kd_temperature, mix=config.mix, vocabulary=len(self.tokenizer))
 
@@ -185,7 +185,7 @@ class Distill(Finetune):
             check_kept_apart(teacher)
         return teacher
 
-    def _trained_teacher(self) -> Path:
+    def _train_teacher(self) -> Path:
         """Return the folder of the exported teacher. If this run has no trained teacher yet, train one first.
 
         Raises:

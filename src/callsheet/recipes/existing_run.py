@@ -125,7 +125,7 @@ def reject_another_job(
 
     Args:
         hint: says how to start a new run.
-        names: the names of keys in the user's program, where they are others (see `_named`).
+        names: the names of keys in the user's program, where they are others (see `_translate_key`).
 
     Raises:
         ConfigError: the configuration at `path` cannot be read, or differs from `resolved` in a key that is not in `may_change`.
@@ -140,7 +140,7 @@ def reject_another_job(
             f"; and {len(values) - _MAX_SHOWN_VALUES} more" if len(values) > _MAX_SHOWN_VALUES else ""
         )
         raise ConfigError(
-            f"{path.parent} holds a run with another {', '.join(_named(key, names) for key in changed)} ({shown}). Give the run's own "
+            f"{path.parent} holds a run with another {', '.join(_translate_key(key, names) for key in changed)} ({shown}). Give the run's own "
             f"values to resume it; {hint}"
         )
 
@@ -168,7 +168,7 @@ def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-def _named(key: str, names: Mapping[str, str]) -> str:
+def _translate_key(key: str, names: Mapping[str, str]) -> str:
     """Return the name of a key in the user's program.
 
     `names` has the names that differ from the keys. A name of a key also applies to the keys inside it: with `{"lora": "peft"}`, the
@@ -187,7 +187,7 @@ def _differences(key: str, before: Any, now: Any, names: Mapping[str, str]) -> l
         parts = [part for part in dict.fromkeys([*before, *now]) if before.get(part) != now.get(part)]
         inside = [(key if part in ("init_args", "class_path") else f"{key}.{part}", part) for part in parts]
         return [each for name, part in inside for each in _differences(name, before.get(part), now.get(part), names)]
-    return [f"{_named(key, names)}: {_short(before)} in the run, {_short(now)} now"]
+    return [f"{_translate_key(key, names)}: {_short(before)} in the run, {_short(now)} now"]
 
 
 def _short(value: Any) -> str:

@@ -19,7 +19,7 @@ from callsheet.recipes.data.docstrings import Docstrings
 from callsheet.recipes.data.example_sets import ExampleSets
 from callsheet.recipes.data.examples import TOO_LONG, Examples, TooLong
 from callsheet.recipes.data.packing import check_kept_apart
-from callsheet.recipes.data.rows import Rows, numbered
+from callsheet.recipes.data.rows import Rows, number_rows
 from callsheet.recipes.data.tables import Stream, Table, reject
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.language_model import LanguageModel
@@ -231,7 +231,7 @@ class Finetune(Recipe[FinetuneConfig]):
         """Yield the model's `completion` for each row's `messages` or `prompt`."""
         config, trainer = self.config, self.trainer
         batch_size = config.eval_batch_size or config.batch_size
-        questions = numbered(rows)
+        questions = number_rows(rows)
         # Take the rows of several batches at once, so that prompts of equal length are batched together.
         while some := list(islice(questions, 8 * batch_size)):
             prompts = [self._prompt(row, place) for place, row in some]

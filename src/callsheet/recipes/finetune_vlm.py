@@ -14,10 +14,10 @@ from callsheet.core.callback import Callback, one_of
 from callsheet.core.manager import CallbackManager
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.digits import PARTS, Digits
-from callsheet.recipes.data.image_answers import answered
+from callsheet.recipes.data.image_answers import generate_answers
 from callsheet.recipes.data.image_batches import TOO_LONG, ImageBatches, TooLong
-from callsheet.recipes.data.image_text import Example, ImageText, looked_at
-from callsheet.recipes.data.rows import Rows, numbered, prepared
+from callsheet.recipes.data.image_text import Example, ImageText, check_rows
+from callsheet.recipes.data.rows import Rows, number_rows, prepare_rows
 from callsheet.recipes.data.tables import Stream, Table
 from callsheet.recipes.job import JobConfig
 from callsheet.recipes.models.vision_language_model import VisionLanguageModel, check_images
@@ -106,10 +106,10 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         self.batches = ImageBatches(self.vlm_processor, config.sequence_length, config.too_long)
         self.rows: dict[str, Table | Stream] = {}
         self.forms: dict[str, ImageText] = {}
-        for name, where in self._given().items():
+        for name, where in self._row_sources().items():
             self.rows[name] = where.read(()) if where is not None else Digits(name)
             self.forms[name] = ImageText(self.vlm_processor, where, config.image_folder)
-            for example in looked_at(self.rows[name], self.forms[name], config.checked_rows):
+            for example in check_rows(self.rows[name], self.forms[name], config.checked_rows):
                 self.batches.check_length(example)
 
     def make_model(self) -> nn.Module:
@@ -148,7 +148,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
             )
             if not (examples := self._examples(name, most)):
                 continue
-            answers = self._answered([example.question() for example in examples])
+            answers = self._generate_answers([example.question() for example in examples])
             wanted = [example.completion.strip() for example in examples]
             right = [answer == want for answer, want in zip(answers, wanted, strict=True)]
             self.results[f"{name}/exact_match"] = exact = sum(right) / len(right)
@@ -172,13 +172,13 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         folder.
         """
         form = ImageText(self.vlm_processor, None, self.config.image_folder)
-        questions = (form.asked(row, place) for place, row in numbered(rows))
+        questions = (form.make_question(row, place) for place, row in number_rows(rows))
         while some := list(islice(questions, self.config.eval_batch_size or self.config.batch_size)):
-            yield from ({"completion": answer} for answer in self._answered(some))
+            yield from ({"completion": answer} for answer in self._generate_answers(some))
 
     # --- private methods ---
 
-    def _given(self) -> Mapping[str, Rows | None]:
+    def _row_sources(self) -> Mapping[str, Rows | None]:
         """Return the source of each dataset's rows. The source is None for scikit-learn's digits, which are used if `train` is None."""
         config = self.config
         if config.train is None:
@@ -187,7 +187,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         return {"train": config.train, **config.validation, **test}
 
     def _loader(self, name: str) -> Iterable[Any]:
-        return self.loader(prepared(self.rows[name], self.forms[name]), collate=self.batches, train=name == "train")
+        return self.loader(prepare_rows(self.rows[name], self.forms[name]), collate=self.batches, train=name == "train")
 
     def _examples(self, name: str, most: int) -> list[Example]:
         """Return up to `most` examples of a dataset, evenly spaced if its rows are a table."""
@@ -197,11 +197,11 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         count = min(most, len(rows))
         return [form(rows[index], rows.place(index)) for index in (len(rows) * i // count for i in range(count))]
 
-    def _answered(self, questions: Sequence[Example]) -> list[str]:
+    def _generate_answers(self, questions: Sequence[Example]) -> list[str]:
         config = self.config
         size = config.eval_batch_size or config.batch_size
         tokenizer = self.vlm_processor.tokenizer
-        return list(answered(self.trainer, questions, self.batches, tokenizer, config.answer_tokens, batch_size=size))
+        return list(generate_answers(self.trainer, questions, self.batches, tokenizer, config.answer_tokens, batch_size=size))
 
     def _commonest(self) -> str | None:
         rows, form = self.rows["train"], self.forms["train"]

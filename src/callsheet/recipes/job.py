@@ -14,7 +14,7 @@ from callsheet.core.callback import one_of
 from callsheet.core.time import Interval
 from callsheet.errors import ConfigError
 from callsheet.run.defaults import LOCK_TIMEOUT_SECONDS, TIMEOUT_SECONDS
-from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.run.run_guard import check_lock_timeout
 from callsheet.trainer.arguments import duration, log_boundary, positive
 from callsheet.trainer.parallel import KINDS, ParallelKind
 from callsheet.trainer.precision import PRECISIONS, PrecisionName
@@ -130,7 +130,7 @@ class JobConfig:
         positive("timeout_seconds", self.timeout_seconds, float)
         if self.workers < 0:
             raise ConfigError(f"workers={self.workers}: give 0 or more processes")
-        checked_lock_timeout(self.lock_timeout_seconds)
+        check_lock_timeout(self.lock_timeout_seconds)
 
     def make_optimizer(self, parameters: Iterable[Any]) -> Optimizer:
         """Return the configured optimizer.

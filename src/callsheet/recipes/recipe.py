@@ -34,7 +34,7 @@ from callsheet.recipes.settings import as_file, settings_of
 from callsheet.run.run_guard import why_not_writable
 from callsheet.run.run_lock import RunLock
 from callsheet.trainer import Trainer
-from callsheet.trainer.arguments import duration, resolved_device
+from callsheet.trainer.arguments import duration, resolve_device
 from callsheet.trainer.tasks import Task
 
 logger = logging.getLogger("callsheet")
@@ -202,7 +202,7 @@ class Recipe(Generic[AnyConfig]):
         """
         config, folder = self.config, self.folder
         written = self.resolved or as_file(type(self), config)
-        model = self._prepared()
+        model = self._prepare_model()
 
         lock = RunLock(folder)  # the Trainer takes over this lock of the run's folder
 
@@ -229,7 +229,7 @@ class Recipe(Generic[AnyConfig]):
             self.trainer = self._trainer(model, resume)
         except BaseException:
             if self._aside is not None and self.ranks.rank == 0:
-                self._put_back(self._aside)
+                self._restore_earlier_run(self._aside)
             raise
         finally:
             lock.release()
@@ -238,7 +238,7 @@ class Recipe(Generic[AnyConfig]):
             (folder / "call_sheet.txt").write_text(f"{self.callbacks.call_sheet()}\n", encoding="utf-8")
             replace_file(folder / "config.yaml", written.encode())
 
-    def _put_back(self, aside: Path) -> None:
+    def _restore_earlier_run(self, aside: Path) -> None:
         """Restore the original name of the earlier run's folder, because the new run failed to start.
 
         The folder is not renamed if another process has started a run under the earlier name.
@@ -276,7 +276,7 @@ class Recipe(Generic[AnyConfig]):
                 why = f"has no good checkpoint: {len(found)} have weights or a loss that are not finite; name one of them to use it anyway"
             raise ConfigError(f"{self.folder} {why}")
         self._is_opened = True
-        self.trainer = self._trainer(self._prepared(), checkpoint or "auto")
+        self.trainer = self._trainer(self._prepare_model(), checkpoint or "auto")
         self.trainer.model.eval()
         return self
 
@@ -435,8 +435,8 @@ class Recipe(Generic[AnyConfig]):
             persistent_workers=config.workers > 0,
         )
 
-    def _prepared(self) -> nn.Module:
-        resolved_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
+    def _prepare_model(self) -> nn.Module:
+        resolve_device(self.config.device, self.ranks)  # raises an error for a wrong device before data is read
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         with self._working("reading the data"):
@@ -452,9 +452,9 @@ class Recipe(Generic[AnyConfig]):
     def _trainer(self, model: nn.Module, resume: str | None) -> Trainer:
         config, task = self.config, self.make_task()
         with self._working("setting up the trainer"):
-            return self._made_trainer(model, task, config, resume)
+            return self._make_trainer(model, task, config, resume)
 
-    def _made_trainer(self, model: nn.Module, task: Task | None, config: AnyConfig, resume: str | None) -> Trainer:
+    def _make_trainer(self, model: nn.Module, task: Task | None, config: AnyConfig, resume: str | None) -> Trainer:
         return Trainer(
             model,
             task,

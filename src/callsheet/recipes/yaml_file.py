@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
     return value
 
 
-def loaded(value: Any) -> Any:
+def parse_yaml(value: Any) -> Any:
     """Parse a text as YAML. Return the value unchanged if it is not a text, not YAML, or nested too deeply."""
     try:
         content = yaml.safe_load(value) if isinstance(value, str) else value

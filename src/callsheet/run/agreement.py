@@ -85,7 +85,7 @@ class Agreement:
             if not self._period:
                 self._read()
 
-    def evaluated_step(self, step: int) -> None:
+    def look_in_evaluation(self, step: int) -> None:
         """Exchange requests with the other ranks after a step of evaluation, as `look` does after a training step."""
         self._evaluated += 1
         self.look(step)
@@ -113,11 +113,11 @@ class Agreement:
 
     def _send(self) -> None:
         asks = bool(self._control.local_requests) or (self._signals.received is not None and self._signal is None)
-        period = self._measured_period() if self._groups.rank == 0 else 0
+        period = self._measure_period() if self._groups.rank == 0 else 0
         self._pending = self._groups.begin_max([asks, self._steps, -self._steps, -self.durable(), period])
         self._next = self._steps + max(1, self._period)
 
-    def _measured_period(self) -> int:
+    def _measure_period(self) -> int:
         """Return the number of steps that fit into `PERIOD_SECONDS`, as measured since the last message; 0 if not even one fits.
 
         All ranks use the result of rank 0.

@@ -297,7 +297,7 @@ class Boundaries:
         self.evaluate({name: self._evaluation.loaders[name] for name in undone.names}, standalone=False)
         # If a preemption signal has ended the evaluation early, do not record it as done, so that a resumed run repeats it.
         if self._agreement.signal is None or not self._evaluation.ends_at_signal:
-            self._evaluation.done(self._ctx, undone.names)
+            self._evaluation.mark_done(self._ctx, undone.names)
 
     def _save_requested(self) -> None:
         requests = self._ctx.control.save_requests

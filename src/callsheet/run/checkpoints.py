@@ -191,7 +191,7 @@ class Checkpoints:
                     check_owner=check_owner,
                     is_good=is_good,
                 )
-                ctx.checkpoint = info = _sealed(info, seal)
+                ctx.checkpoint = info = _complete_info(info, seal)
             else:
                 self._writer.begin(info.path, shared, local, record, overwrite=True, check_owner=check_owner, is_good=is_good)
                 self.begun += 1
@@ -272,7 +272,7 @@ class Checkpoints:
             info, self._pending = self._pending, None
             seal = self._writer.result()
             self._compare_with_grace(time.monotonic() - self._began)
-            self._fire_published(_sealed(info, seal))
+            self._fire_published(_complete_info(info, seal))
 
     def close(self) -> None:
         """If a background save is in progress, wait until it has finished. Fire no event, because the run is over."""
@@ -369,7 +369,7 @@ def _is_good(parameters: frozenset[str], prefixes: tuple[str, ...], name: str, p
     return not is_weight and not bool((piece.float() if piece.itemsize == 1 else piece).isnan().any())
 
 
-def _sealed(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
+def _complete_info(info: CheckpointInfo, seal: Seal) -> CheckpointInfo:
     """Return a copy of `info` with what is known once the checkpoint is written: its size, and whether its values are finite."""
     return replace(info, size_bytes=seal.size_bytes, is_finite=seal.info["is_finite"])
 

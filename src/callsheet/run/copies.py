@@ -82,7 +82,7 @@ class _Reducer:
         with without_additions(thing):
             # Use protocol 2, the lowest that `copy`, `pickle` and `torch.save` use. Its result is valid in higher protocols too.
             made = self._before(thing) if self._before is not None else thing.__reduce_ex__(2)
-            return _detached(made, vars(thing))
+            return _copy_attributes(made, vars(thing))
 
     def begin(self) -> None:
         """Record that a hook or attribute was added to an object of this reducer's class."""
@@ -105,14 +105,14 @@ def _deepcopy(thing: Any, memo: dict[int, Any]) -> Any:
         return thing.__deepcopy__(memo)
 
 
-def _detached(made: Any, attributes: dict[str, Any]) -> Any:
+def _copy_attributes(made: Any, attributes: dict[str, Any]) -> Any:
     """Return `made`, a result of `__reduce_ex__`, with a copy of the object's `__dict__`.
 
     The copy is needed because callsheet puts its additions back into the original `__dict__`.
     """
     if made is attributes:
         return dict(made)
-    return tuple(_detached(each, attributes) for each in made) if type(made) is tuple else made
+    return tuple(_copy_attributes(each, attributes) for each in made) if type(made) is tuple else made
 
 
 def _reducer_of(thing: Any) -> _Reducer:

@@ -215,10 +215,10 @@ class MetricLog:
             else:
                 totals[key] = (float(total), float(weight))
         if self._reducer is not None:
-            totals = self._reduced(totals, self._reducer)
+            totals = self._reduce_totals(totals, self._reducer)
         return {name: total / weight for name, (total, weight) in totals.items() if weight}
 
-    def _reduced(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
+    def _reduce_totals(self, totals: dict[str, tuple[float, float]], reducer: Reducer) -> dict[str, tuple[float, float]]:
         """Return each metric's total and weight, reduced over all ranks, by the metric's name."""
         while True:
             wanted = self._schema | self._how
@@ -231,7 +231,7 @@ class MetricLog:
             )
             if maxima[0] == -maxima[1] == _digest(self._schema):
                 break
-            self._schema = wanted if maxima[0] == -maxima[1] else _merged(self._schema, reducer.gather(self._how))
+            self._schema = wanted if maxima[0] == -maxima[1] else _merge_schemas(self._schema, reducer.gather(self._how))
         found = dict(zip(by_max, map(_of_max_slots, maxima[2::2], maxima[3::2]), strict=True))
         for name, total, weight in zip(by_sum, sums[::2], sums[1::2], strict=True):
             found[name] = (total, (1.0 if weight else 0.0) if self._schema[name][1] == "sum" else weight)
@@ -307,7 +307,7 @@ def _digest(schema: Schema) -> int:
     return int.from_bytes(hashlib.blake2b(repr(list(schema.items())).encode(), digest_size=6).digest())
 
 
-def _merged(known: Schema, schemas: Sequence[Schema]) -> Schema:
+def _merge_schemas(known: Schema, schemas: Sequence[Schema]) -> Schema:
     """Return all metric names with their options: first the known names, then the new names in the order of ranks."""
     merged, first = dict(known), dict[str, int]()
     for rank, schema in enumerate(schemas):

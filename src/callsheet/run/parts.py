@@ -77,7 +77,7 @@ class EvaluationPart(Protocol):
     def take(self) -> dict[str, float]:
         """Return the values that were logged during the evaluation."""
 
-    def done(self, ctx: Context, names: Iterable[str]) -> None:
+    def mark_done(self, ctx: Context, names: Iterable[str]) -> None:
         """Record that these datasets have been evaluated."""
 
 

@@ -97,8 +97,8 @@ class ProcessGroups:
 
     If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
     tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
-    for a reduction of gradients or for each other. All methods except `rank`, `size`, `publish_failure`, `lost` and `close` are collectives:
-    every rank must call them, in the same order.
+    for a reduction of gradients or for each other. All methods except `rank`, `size`, `publish_failure`, `explain_failure` and
+    `close` are collectives: every rank must call them, in the same order.
 
     Args:
         ranks: this process's rank and the world size, from the launcher.
@@ -197,7 +197,7 @@ class ProcessGroups:
             cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
             self._notes.leave(kind, f"at step {step}: {error_line(cause)}")
 
-    def lost(self, error: BaseException, what: str = "") -> CallsheetError:
+    def explain_failure(self, error: BaseException, what: str = "") -> CallsheetError:
         """Return the error to raise after a collective has failed with `error`. Its message names the ranks at fault.
 
         The error is a `HostGaveUp` if a rank has left the run because its host could not follow the framework's loop, and a
@@ -227,14 +227,14 @@ class ProcessGroups:
         try:
             return self._notes.ask(lambda: self._ranks_at_fault(step, is_broken))
         except TimeoutError:
-            keeper = self._named([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
+            keeper = self._describe_ranks([0]) if keeper_of_store() == "rank 0" else keeper_of_store()
             return (
                 f"{keeper} did not answer within {self.timeout:g} s at step {step}: dead or suspended; it keeps the rendezvous "
                 "store, so the other ranks could not be asked"
             )
         except RuntimeError:
             if keeper_of_store() == "rank 0":
-                return f"{self._named([0])} has ended, and with it the rendezvous store; this rank was at step {step}"
+                return f"{self._describe_ranks([0])} has ended, and with it the rendezvous store; this rank was at step {step}"
             return f"{keeper_of_store()} has ended; this rank was at step {step}"
 
     def _ranks_at_fault(self, step: int, is_broken: bool) -> str:
@@ -245,17 +245,19 @@ class ProcessGroups:
         while True:
             note_of = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
             # A rank without a message in the store is late if it answers the question, and silent (dead or hanging) if it does not.
-            silent = [rank for rank in ranks if note_of[rank] is None and not notes.answered(rank)]
+            silent = [rank for rank in ranks if note_of[rank] is None and not notes.has_answered(rank)]
             late = [rank for rank in ranks if note_of[rank] is None and rank not in silent]
             notes_found = {rank: note for rank, note in note_of.items() if note is not None}
             waiting = {rank: at for rank, (kind, at) in notes_found.items() if kind in (_TIMED_OUT, _CUT_OFF)}
             left = [rank for rank, (kind, _) in notes_found.items() if kind == _LEFT]
             found = [
-                f"{self._named([rank])} failed {why}"
+                f"{self._describe_ranks([rank])} failed {why}"
                 for rank, (kind, why) in notes_found.items()
                 if kind in (_FAILED, _LOST_LOCK)
             ]
-            found += [f"{self._named([rank])} gave up {why}" for rank, (kind, why) in notes_found.items() if kind == _GAVE_UP]
+            found += [
+                f"{self._describe_ranks([rank])} gave up {why}" for rank, (kind, why) in notes_found.items() if kind == _GAVE_UP
+            ]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
             time.sleep(0.05)
@@ -263,13 +265,13 @@ class ProcessGroups:
             # Mention the waiting time only if a rank timed out, because a broken connection fails at once.
             is_timeout = any(kind == _TIMED_OUT for kind, _ in notes_found.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
-            found.append(f"{self._named(silent)} did not answer{waited} at step {step}: dead or suspended")
+            found.append(f"{self._describe_ranks(silent)} did not answer{waited} at step {step}: dead or suspended")
         if left and not found:
             found.append(
-                f"{self._named(left)} had already ended the run when this rank was at step {step}: do all ranks call the same methods?"
+                f"{self._describe_ranks(left)} had already ended the run when this rank was at step {step}: do all ranks call the same methods?"
             )
         if late and not found:
-            found.append(f"{self._named(late)} did not reach step {step}: stuck, or much slower than the others")
+            found.append(f"{self._describe_ranks(late)} did not reach step {step}: stuck, or much slower than the others")
         if not found and len(set(waiting.values())) > 1:
             where = ", ".join(f"rank {rank} at step {at}" for rank, at in waiting.items())
             found.append(
@@ -282,7 +284,7 @@ class ProcessGroups:
             )
         return "; ".join(found)
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _describe_ranks(self, ranks: Sequence[int]) -> str:
         return named_ranks(ranks, self._machines)
 
     def close(self) -> None:
@@ -307,7 +309,7 @@ class ProcessGroups:
         try:
             yield
         except RuntimeError as error:
-            raise self.lost(error, f"a {what} over the ranks failed: ") from error
+            raise self.explain_failure(error, f"a {what} over the ranks failed: ") from error
 
     def _begin(self, values: Sequence[float], operation: Any) -> Pending:
         payload = torch.tensor(values, dtype=torch.float64)
@@ -386,7 +388,7 @@ class _Notes:
         """Write to the rendezvous store that this rank still runs, in answer to `question`."""
         self._set(f"here/{self._rank}", "")
 
-    def answered(self, rank: int) -> bool:
+    def has_answered(self, rank: int) -> bool:
         """Return whether `rank` has answered that it still runs."""
         return self._get(f"here/{rank}") is not None
 

@@ -146,7 +146,7 @@ class Resumption:
         found: list[str] | CallsheetError = []
         if self._groups.rank == 0:
             try:
-                found = self._listed(resume)
+                found = self._list_checkpoints(resume)
             except CallsheetError as error:  # keep the error, which is raised below on all ranks
                 found = error
         found = self._groups.of_rank_zero(found)
@@ -155,7 +155,7 @@ class Resumption:
         self._is_auto = resume is not None and os.fspath(resume) == AUTO
         return found
 
-    def _listed(self, resume: str | os.PathLike[str] | None) -> list[str]:
+    def _list_checkpoints(self, resume: str | os.PathLike[str] | None) -> list[str]:
         """Return the paths of the checkpoints that `resume` names: one path or, for `"auto"`, several.
 
         For `"auto"`, return the valid checkpoints, the newest first, and log why others are not used.

@@ -166,7 +166,7 @@ def why_not_writable(folder: Path) -> str:
     return ""
 
 
-def checked_lock_timeout(seconds: float) -> float:
+def check_lock_timeout(seconds: float) -> float:
     """Return `seconds`, after checking that it is a valid time to wait for a lock.
 
     Raises:
@@ -177,4 +177,4 @@ def checked_lock_timeout(seconds: float) -> float:
     return seconds
 
 
-__all__ = ["RunGuard", "checked_lock_timeout", "why_not_writable"]
+__all__ = ["RunGuard", "check_lock_timeout", "why_not_writable"]

@@ -115,7 +115,7 @@ def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
     try:
         path = _path_of(Path(os.path.abspath(folder)))
         numbers = [int(name) for name in os.listdir(path) if name.isdecimal()]
-        return _parsed((path / str(max(numbers))).read_bytes()) if numbers else None
+        return _parse_claim((path / str(max(numbers))).read_bytes()) if numbers else None
     except (OSError, ValueError):
         return None
 
@@ -277,10 +277,10 @@ class RunLock:
         claims = _claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):
-            return Owner(_parsed(claims[highest]))
+            return Owner(_parse_claim(claims[highest]))
         number, record = highest + 1, _new_claim()
         created: list[Path] = []
-        descriptor = _created(self._path / str(number), created)
+        descriptor = _create_lock_file(self._path / str(number), created)
         if descriptor is None:  # another process that also waits for the lock has created this file first
             return Owner(None)
         ownership = _Ownership(self._path, number, record, descriptor, created)
@@ -297,7 +297,7 @@ class RunLock:
             with contextlib.suppress(FileNotFoundError):
                 (self._path / str(other)).unlink()
         if claims:
-            old = _parsed(claims[highest])
+            old = _parse_claim(claims[highest])
             level = logging.INFO if old is not None and old.is_of_dead_process else logging.WARNING
             why = "is gone" if level == logging.INFO else f"has written no heartbeat for {STALE_SECONDS:g} s"
             logger.log(level, "took over the lock of %s: %s %s", self.folder, old or "the process that held it", why)
@@ -307,7 +307,7 @@ class RunLock:
 
     def _is_gone(self, number: int, content: bytes) -> bool:
         """Return whether the process that made this claim has ended, or counts as ended because its heartbeat has stopped."""
-        claim, now = _parsed(content), time.monotonic()
+        claim, now = _parse_claim(content), time.monotonic()
         if claim is not None and claim.is_of_dead_process:
             return True
         before = self._seen.get(number)
@@ -375,7 +375,7 @@ class _Ownership:
             claims = _claims(self._path)
         except OSError:
             return None
-        return _parsed(claims[max(claims)]) if claims else None
+        return _parse_claim(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
         """Remove the lock file with which this process tried, without success, to get the lock."""
@@ -408,7 +408,7 @@ class _Ownership:
             claims = _claims(self._path)
         except OSError:
             return True
-        found = _parsed(claims[self._number]) if self._number in claims else None
+        found = _parse_claim(claims[self._number]) if self._number in claims else None
         return max(claims, default=0) == self._number and found is not None and found.token == self.claim.token
 
     def _run(self) -> None:
@@ -482,7 +482,7 @@ def _new_claim() -> Claim:
     return Claim(secrets.token_hex(8), socket.gethostname(), machine_id(), pid, process_started(pid), since=now, beat=now)
 
 
-def _created(path: Path, folders: list[Path]) -> int | None:
+def _create_lock_file(path: Path, folders: list[Path]) -> int | None:
     """Create a lock file and the folders above it, and return the file's descriptor. Return None if the file already exists."""
     for _ in range(100):
         missing = path.parent
@@ -520,7 +520,7 @@ def _claims(path: Path) -> dict[int, bytes]:
     return found
 
 
-def _parsed(content: bytes) -> Claim | None:
+def _parse_claim(content: bytes) -> Claim | None:
     """Return the claim in a lock file. Return None if the file is only half written, or was not written by callsheet."""
     try:
         return Claim(**json.loads(content))

@@ -74,7 +74,7 @@ class SignalWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
-        self._put_back()
+        self._restore_handlers()
         if self._clock is not None:
             self._clock.close()
             self._clock = None
@@ -89,12 +89,12 @@ class SignalWatch:
 
         The thread that records the time exists only in the parent.
         """
-        self._put_back()
+        self._restore_handlers()
         if self._clock is not None:
             self._clock.close_descriptors()
             self._clock = None
 
-    def _put_back(self) -> None:
+    def _restore_handlers(self) -> None:
         if self in _active:
             _active.remove(self)
         for number, earlier in self._earlier.items():

@@ -74,7 +74,7 @@ def attempt_store(ranks: Ranks, timeout: float) -> Any:
     def meet() -> Any:
         while True:
             try:
-                store = _connected(where, ranks, deadline) if where is not None else base
+                store = _connect(where, ranks, deadline) if where is not None else base
                 name = _agree(PrefixStore(f"callsheet/meeting/{number}", store), ranks, deadline, timeout)
                 return PrefixStore(f"callsheet/{name}", store)
             except DistributedError:
@@ -108,7 +108,7 @@ def _rendezvous_address() -> tuple[str, int]:
     return address, int(port)
 
 
-def _connected(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
+def _connect(where: tuple[str, int], ranks: Ranks, deadline: float) -> Any:
     """Connect to the rendezvous store as `init_method="env://"` does, but without waiting for the other ranks.
 
     If torch waited here, its error would not name the missing ranks.
@@ -148,11 +148,11 @@ def _agree(store: Any, ranks: Ranks, deadline: float, timeout: float) -> str:
             store.set(f"acknowledged/{ranks.rank}", mine)
             raise DistributedError(message)
         if time.monotonic() > deadline:
-            raise DistributedError(_failed(store, ranks, name, timeout))
+            raise DistributedError(_report_missing_ranks(store, ranks, name, timeout))
         time.sleep(POLL_SECONDS)
 
 
-def _failed(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
+def _report_missing_ranks(store: Any, ranks: Ranks, name: str, timeout: float) -> str:
     """Return a text that says which ranks did not join the other ranks in time.
 
     Rank 0 also writes the text to the store and waits briefly until the other ranks have read it: if rank 0 serves the store, they

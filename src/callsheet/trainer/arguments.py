@@ -25,7 +25,7 @@ from callsheet.core.time import Interval, Time, TimeUnit
 from callsheet.errors import CallsheetError, ConfigError
 from callsheet.loggers import ConsoleLogger, ProgressBarLogger
 from callsheet.run.process_groups import ProcessGroups
-from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.run.run_guard import check_lock_timeout
 from callsheet.run.run_names import check_folder, check_run_name, new_name
 from callsheet.trainer.batches import Loader
 from callsheet.trainer.parallel import Parallel
@@ -98,7 +98,7 @@ def check_same_on_all_ranks(
                 )
 
 
-def agreed_name_and_seed(
+def agree_on_name_and_seed(
     groups: ProcessGroups, arguments: Mapping[str, Any], evaluators: Mapping[str, Any], callbacks: Iterable[Callback]
 ) -> tuple[str, int]:
     """Return the run's name and the seed of its data, which are the same on all ranks. All ranks must call this function.
@@ -137,7 +137,7 @@ def _shows_progress(callback: Callback) -> bool:
     return isinstance(shown, (ProgressBarLogger, ConsoleLogger)) or any(word in name for word in ("progress", "progbar", "tqdm"))
 
 
-def resolved_device(given: str | torch.device, ranks: Ranks) -> torch.device:
+def resolve_device(given: str | torch.device, ranks: Ranks) -> torch.device:
     """Return the device that this rank uses.
 
     `auto` means CUDA if it is available. `cuda` with several ranks means the rank's own CUDA device.
@@ -229,7 +229,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise ConfigError("timeout_seconds=None: a rank that waits forever reports nothing; give a number of seconds")
     if arguments["grace_seconds"] is None:
         raise ConfigError("grace_seconds=None: give a number of seconds, or math.inf if nothing kills the process")
-    checked_lock_timeout(arguments["lock_timeout_seconds"])
+    check_lock_timeout(arguments["lock_timeout_seconds"])
     seed = arguments["seed"]
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ConfigError(f"seed={seed!r}: give a whole number, or None")
@@ -265,7 +265,7 @@ def named_loaders(loaders: Loader | Mapping[str, Loader] | None) -> dict[str, Lo
     return {name: loader for name, loader in named.items() if loader is not None}
 
 
-def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
+def check_optimizer(given: Any, model: nn.Module) -> Optimizer:
     """Return the given optimizer or, if a function is given, the optimizer that the function makes from the trainable parameters.
 
     Raise ConfigError if the optimizer cannot be used.
@@ -280,7 +280,7 @@ def checked_optimizer(given: Any, model: nn.Module) -> Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             raise ConfigError("the model has no trainable parameter (requires_grad), so there is nothing to optimize")
-        optimizer = _made("optimizer", given, trained)
+        optimizer = _call_factory("optimizer", given, trained)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"optimizer is or returned {type(optimizer).__name__}; give a torch optimizer, or a function of the parameters"
@@ -307,7 +307,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.kind is closure.POSITIONAL_OR_KEYWORD and closure.default is closure.empty
 
 
-def _made(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
+def _call_factory(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
     """Return the optimizer or scheduler that `function` makes. Convert an error about wrong arguments to a ConfigError."""
     try:
         return function(argument)
@@ -318,7 +318,7 @@ def _made(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
         raise ConfigError(f"{name}: it cannot be created: {type(error).__name__}: {error}; give other arguments") from error
 
 
-def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
+def check_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
     """Return the given scheduler or, if a function is given, the scheduler that the function makes for the optimizer.
 
     Raise ConfigError if the scheduler cannot be used.
@@ -327,7 +327,7 @@ def checked_scheduler(given: Any, optimizer: Optimizer | None) -> LRScheduler:
         raise ConfigError("a scheduler needs an optimizer; pass both to the Trainer")
     scheduler = given
     if callable(given) and not isinstance(given, LRScheduler):
-        scheduler = _made("scheduler", given, optimizer)
+        scheduler = _call_factory("scheduler", given, optimizer)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         kind = type(scheduler).__name__
         raise ConfigError(

@@ -13,8 +13,8 @@ from callsheet.errors import ConfigError
 from callsheet.run.process_groups import ProcessGroups
 from callsheet.trainer.data import Sharing, sharing_of
 from callsheet.trainer.data.loaders import Loader as Loader
-from callsheet.trainer.data.loaders import made as made
 from callsheet.trainer.data.loaders import random_state_of, restore_random_state_of
+from callsheet.trainer.data.loaders import resolve_loader as resolve_loader
 from callsheet.trainer.data.strategies import CountSamples
 
 
@@ -73,7 +73,7 @@ class TrainBatches:
         """
         several = self._groups.size > 1
         # With several ranks, accept an empty loader here. All ranks together check later whether a rank has no data.
-        self._loader = made(loader, argument, may_be_empty=several)
+        self._loader = resolve_loader(loader, argument, may_be_empty=several)
         self._argument = argument
         self._choose()
 
@@ -85,7 +85,7 @@ class TrainBatches:
     @property
     def is_at_end(self) -> bool:
         """Whether all batches of the current epoch have been taken; False if the number of batches in an epoch is not known."""
-        return self._sharing is not None and self._sharing.left(self.taken) == 0
+        return self._sharing is not None and self._sharing.count_remaining(self.taken) == 0
 
     def epoch(self, number: int) -> Iterator[Any]:
         """Return the batches of epoch `number`, counted from 1, except those that were already trained on.

@@ -21,8 +21,8 @@ from callsheet.run.devices import on_one_device
 from callsheet.run.metrics import MetricLog
 from callsheet.run.parts import DueEvaluation
 from callsheet.run.run import Run
-from callsheet.trainer.batches import Loader, made, to_device
-from callsheet.trainer.data import shared
+from callsheet.trainer.batches import Loader, resolve_loader, to_device
+from callsheet.trainer.data import share_loader
 from callsheet.trainer.data.loaders import generators_of, restore_generators_of
 from callsheet.trainer.data.strategies import SharedBatches
 from callsheet.trainer.eval_metrics import EvalMetrics
@@ -77,7 +77,7 @@ class Schedule:
             return False
         return is_over or self._index(state) > self._passed
 
-    def done(self, step: int, state: TrainState) -> None:
+    def mark_done(self, step: int, state: TrainState) -> None:
         """Record that the evaluation at `step` was done."""
         self._last_step = step
         self._passed = self._index(state)
@@ -151,7 +151,7 @@ class Evaluation:
     def add(self, name: str, evaluator: Evaluator) -> None:
         """Load the data of the evaluator `name`, and begin its schedule. All ranks must call this method."""
         argument = f"eval_dataloader {name!r}"
-        whole = made(evaluator.dataloader, argument, may_be_empty=self._groups.size > 1)
+        whole = resolve_loader(evaluator.dataloader, argument, may_be_empty=self._groups.size > 1)
         self.loaders[name] = self._share(whole, argument)
         if self._groups.size == 1:
             self._given[name] = whole
@@ -162,13 +162,13 @@ class Evaluation:
         if name in self._resumed:
             schedule.load_state_dict(self._resumed[name])
 
-    def made(self, loader: Loader, argument: str) -> Iterable[Any]:
+    def prepare_loader(self, loader: Loader, argument: str) -> Iterable[Any]:
         """Return this rank's part of `loader`, a dataloader or a function that returns one. All ranks must call this method.
 
         Raises:
             ConfigError: the dataloader cannot be iterated over, is known to be empty, or cannot be divided among the ranks.
         """
-        return self._share(made(loader, argument, may_be_empty=self._groups.size > 1), argument)
+        return self._share(resolve_loader(loader, argument, may_be_empty=self._groups.size > 1), argument)
 
     def _share(self, whole: Iterable[Any], argument: str) -> Iterable[Any]:
         """Return this rank's part of the dataloader `whole`.
@@ -178,7 +178,7 @@ class Evaluation:
         if self._groups.size == 1 and not getattr(whole, "persistent_workers", False):
             return whole
         # Use a fixed seed, so that the order of the data does not depend on the run's seed.
-        return shared(
+        return share_loader(
             whole, self._groups, seed=0, argument=argument, shard=self._shard, count_samples=lambda batch: counts_of(batch)[0]
         )
 
@@ -197,7 +197,7 @@ class Evaluation:
             name for name, schedule in self.schedules.items() if name in left or schedule.is_due(ctx.step, ctx.state, is_over)
         ]
 
-    def done(self, ctx: Context, names: Iterable[str]) -> None:
+    def mark_done(self, ctx: Context, names: Iterable[str]) -> None:
         """Record that these datasets have been evaluated at the current step.
 
         The evaluation must be complete, because a checkpoint that is saved before its end must still store the evaluation as due.
@@ -205,7 +205,7 @@ class Evaluation:
         ctx.control.done("evaluate")
         self.undone = None
         for name in names:
-            self.schedules[name].done(ctx.step, ctx.state)
+            self.schedules[name].mark_done(ctx.step, ctx.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which evaluations have been done, the latest results, and which evaluation is still due."""
@@ -238,7 +238,7 @@ class Evaluation:
             with spans.eval_all:
                 for ctx.eval_name, loader in loaders.items():
                     with spans.eval:
-                        ctx.eval_losses, found = self._evaluated(loader, spans.eval_step, spans.eval_forward)
+                        ctx.eval_losses, found = self._evaluate_loader(loader, spans.eval_step, spans.eval_forward)
                         if not self._is_interrupted:
                             results[ctx.eval_name] = found
                             ctx.log({f"{ctx.eval_name}/{name}": value for name, value in found.items()}, across="same")
@@ -278,7 +278,7 @@ class Evaluation:
         self._may_be_interrupted = False
         with self._not_training():
             with self._spans.test:
-                self.ctx.eval_losses, results = self._evaluated(loader, self._spans.test_step, self._spans.test_forward)
+                self.ctx.eval_losses, results = self._evaluate_loader(loader, self._spans.test_step, self._spans.test_forward)
                 self.ctx.log({f"test/{name}": value for name, value in results.items()}, across="same")
             self.ctx.close("on_test_end")
         return results
@@ -301,7 +301,7 @@ class Evaluation:
     def _is_interrupted(self) -> bool:
         return self._may_be_interrupted and self._agreement.signal is not None
 
-    def _evaluated(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _evaluate_loader(self, loader: Iterable[Any], step: Span, forward: Span) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the mean losses over all ranks as tensors, and a dictionary of floats with these losses and the task's metrics.
 
         Both dictionaries are empty if a signal ended the evaluation early.
@@ -357,7 +357,7 @@ class Evaluation:
                             ctx.outputs = self._task.forward(self._module, ctx.batch)
                     then(ctx.is_filler)
                 ctx.close(end)
-                self._agreement.evaluated_step(ctx.step)
+                self._agreement.look_in_evaluation(ctx.step)
                 if self._is_interrupted:
                     return
 

@@ -15,7 +15,7 @@ from callsheet.run.metrics import lasting
 from callsheet.run.run import Run
 from callsheet.trainer.batches import TrainBatches, to_device
 from callsheet.trainer.data import SharedBatches
-from callsheet.trainer.microbatches import Fetched, MicrobatchPlan, added, trained_on
+from callsheet.trainer.microbatches import Fetched, MicrobatchPlan, add_losses, select_loss
 from callsheet.trainer.parallel import ParallelModel, clip_gradients
 from callsheet.trainer.precision import Precision
 from callsheet.trainer.tasks import Task
@@ -152,15 +152,15 @@ class TrainLoop:
                             with spans.loss:
                                 with casting_loss:
                                     losses = task.loss(ctx.outputs, ctx.microbatch)
-                                ctx.loss = losses if type(losses) is Tensor and not losses.dim() else trained_on(losses)
+                                ctx.loss = losses if type(losses) is Tensor and not losses.dim() else select_loss(losses)
                             if "outputs" not in ctx.kept:
                                 del ctx.outputs
                             with spans.backward:
-                                precision.scaled(ctx.loss if plan is None else plan.weighed(ctx.loss, share)).backward()
+                                precision.scale_loss(ctx.loss if plan is None else plan.weigh_loss(ctx.loss, share)).backward()
                             if share is None and type(losses) is Tensor:
                                 means = {"loss": lasting(ctx.loss)}
                             else:
-                                means = added(means, ctx.loss, losses, share)
+                                means = add_losses(means, ctx.loss, losses, share)
                         del ctx.microbatch, ctx.loss
                     ctx.loss = means["loss"]
                     # Keep the autograd graph of a single loss until the next loss exists: allocating the next graph is then faster.
@@ -232,7 +232,7 @@ class TrainLoop:
         single process whose dataloader has no `state_dict`, because only then does a resumed run fetch the same batches again.
         """
         ctx = self._ctx
-        fetched = [self._fetched(epoch)]
+        fetched = [self._wrap_batch(epoch)]
         may_leave = not isinstance(epoch, SharedBatches) and not hasattr(self._batches.loader, "state_dict")
         while len(fetched) < self.gradient_accumulation_steps:
             if may_leave and self._signals.received is not None:
@@ -240,10 +240,10 @@ class TrainLoop:
             if not self._fetch(epoch):
                 ctx.batch = fetched[-1].batch
                 return fetched, True
-            fetched.append(self._fetched(epoch))
+            fetched.append(self._wrap_batch(epoch))
         return fetched, False
 
-    def _fetched(self, epoch: Iterator[Any]) -> Fetched:
+    def _wrap_batch(self, epoch: Iterator[Any]) -> Fetched:
         if isinstance(epoch, SharedBatches):
             return Fetched(self._ctx.batch, epoch.is_filler, epoch.samples_here, epoch.samples_in_all)
         return Fetched(self._ctx.batch)

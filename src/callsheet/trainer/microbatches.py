@@ -167,7 +167,7 @@ class MicrobatchPlan:
         counted = [task.label_tokens(given.batch) for given in self._fetched if not given.is_filler]
         return None if any(count is None for count in counted) else sum(counted)
 
-    def weighed(self, loss: Tensor, share: Any) -> Tensor:
+    def weigh_loss(self, loss: Tensor, share: Any) -> Tensor:
         """Return the loss of a microbatch multiplied by its weight in the step's mean loss, for `backward`.
 
         The sum of the gradients over all microbatches, averaged over the ranks, is then the gradient of the step's mean loss.
@@ -192,7 +192,7 @@ def _sums(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return first, second
 
 
-def trained_on(losses: Losses) -> Tensor:
+def select_loss(losses: Losses) -> Tensor:
     """Return the loss on which to call `backward`: the task's only loss or, if there are several, the one that is named `loss`.
 
     Raises:
@@ -206,7 +206,7 @@ def trained_on(losses: Losses) -> Tensor:
     raise ConfigError(f"the task's loss {shape}, but must be a scalar tensor; take its mean{names}")
 
 
-def added(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
+def add_losses(means: dict[str, Tensor], loss: Tensor, losses: Losses, share: Any) -> dict[str, Tensor]:
     """Return the step's mean losses so far, with the detached losses of one more microbatch added.
 
     `loss` is the loss on which `backward` was called; `losses` are all losses of the task.

@@ -58,7 +58,7 @@ class Precision:
         """
         return torch.autocast(self._device.type, self.type) if self.type is not None else _NO_CAST
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the loss scale of fp16, for `backward`."""
         return self.scaler.scale(loss) if self.scaler is not None else loss
 

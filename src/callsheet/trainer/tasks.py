@@ -110,7 +110,7 @@ _NO_PAIR_ERRORS = (KeyError, IndexError, TypeError, AttributeError)
 """The errors that `batch[0]` or `batch[1]` may raise if the batch is not a pair of inputs and targets."""
 
 
-def _described(batch: Any) -> str:
+def _describe(batch: Any) -> str:
     return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
 
 
@@ -127,7 +127,7 @@ class SupervisedTask(Task):
 
     def __init__(self, loss_function: Callable[[Any, Any], Tensor], metrics: Mapping[str, Metric] | None = None) -> None:
         self.loss_function = loss_function
-        self.metrics = checked_metrics(metrics)
+        self.metrics = check_metrics(metrics)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         try:
@@ -155,7 +155,7 @@ class SupervisedTask(Task):
         return (inputs.size(0) if isinstance(inputs, Tensor) and inputs.ndim else _leading_length(inputs)), 0
 
     def _not_a_pair(self, batch: Any) -> ConfigError:
-        has = f"{type(batch).__name__} with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _described(batch)
+        has = f"{type(batch).__name__} with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else _describe(batch)
         name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
         return ConfigError(
             f"the loss function {name} needs batches of (inputs, targets), but this batch is a {has}: let the dataloader return tuples, or "
@@ -180,7 +180,7 @@ class HuggingFaceTask(Task):
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | None = None, *, shifts_labels: bool = True) -> None:
-        self.metrics = checked_metrics(metrics)
+        self.metrics = check_metrics(metrics)
         self.shifts_labels = shifts_labels
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -244,7 +244,7 @@ class ForwardStepTask(Task):
 
     def __init__(self, forward_step: Callable[[nn.Module, Any], Any], metrics: Mapping[str, Metric] | None = None) -> None:
         self.forward_step = forward_step
-        self.metrics = checked_metrics(metrics)
+        self.metrics = check_metrics(metrics)
         if self.metrics and type(self).predictions_and_targets is Task.predictions_and_targets:
             raise ConfigError(
                 "a ForwardStepTask does not know what its metrics compare; override predictions_and_targets(outputs, batch) in a subclass, "
@@ -308,7 +308,7 @@ def _shifts_labels(model: Any) -> bool:
     return kind in (None, "ForCausalLM", "ForConditionalGeneration") and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def checked_metrics(metrics: Mapping[str, Metric] | None) -> Mapping[str, Metric]:
+def check_metrics(metrics: Mapping[str, Metric] | None) -> Mapping[str, Metric]:
     """Return the metrics. Raise ConfigError if one is not a torchmetrics `Metric`."""
     for name, metric in (metrics or {}).items():
         if not all(hasattr(metric, method) for method in ("update", "compute", "reset", "to")):

@@ -37,17 +37,17 @@ from callsheet.run.run import Run, run_info
 from callsheet.run.signals import GRACE_SECONDS, PreemptSignals, SignalWatch, signals_of
 from callsheet.run.typed_state import Typed
 from callsheet.trainer.arguments import (
-    agreed_name_and_seed,
+    agree_on_name_and_seed,
     check_arguments,
     check_cuda_graphs,
-    checked_optimizer,
-    checked_scheduler,
+    check_optimizer,
+    check_scheduler,
     duration,
     enable_gradient_checkpointing,
     log_boundary,
     named_loaders,
     progress_shown,
-    resolved_device,
+    resolve_device,
     warn_of_short_schedule,
 )
 from callsheet.trainer.batches import Loader, TrainBatches
@@ -195,7 +195,7 @@ class Trainer:
         arguments = dict(locals())
         check_arguments(arguments)
         ranks = read_ranks()
-        self.device = resolved_device(device, ranks)
+        self.device = resolve_device(device, ranks)
         self.model, self.task = model, resolve_task(task, model, metrics)
         self.epochs_per_round = epochs_per_round
         self._microbatch_size, self._gradient_checkpointing = microbatch_size, gradient_checkpointing
@@ -212,7 +212,7 @@ class Trainer:
         signals = SignalWatch(("SIGINT", *signals_of(preempt_signals)), grace=grace_seconds)
 
         groups = ProcessGroups(ranks, self.device, timeout_seconds)
-        name, data_seed = agreed_name_and_seed(groups, arguments, evaluators, self.callbacks.callbacks)
+        name, data_seed = agree_on_name_and_seed(groups, arguments, evaluators, self.callbacks.callbacks)
         self.run = run_info(name, runs_folder, ranks, self.device, config, checkpoints_folder)
         self._run = run = Run(
             self.callbacks,
@@ -235,9 +235,9 @@ class Trainer:
         with run.lifetime, self._doing("set-up"):
             run.start(locks=run_name is not None and train_dataloader is not None and optimizer is not None)
             with seeded(seed, ranks):
-                self._parallel = self._prepared_model(parallel, compile)
-                self.optimizer = checked_optimizer(optimizer, model) if optimizer is not None else None
-                self.scheduler = checked_scheduler(scheduler, self.optimizer) if scheduler is not None else None
+                self._parallel = self._prepare_model(parallel, compile)
+                self.optimizer = check_optimizer(optimizer, model) if optimizer is not None else None
+                self.scheduler = check_scheduler(scheduler, self.optimizer) if scheduler is not None else None
             count_samples = partial(_samples_in, self.task)  # a reference to `self` would keep the trainer alive
             self._batches = TrainBatches(groups, data_seed, shard=shard_data, count_samples=count_samples)
             self._evaluation = Evaluation(
@@ -264,7 +264,7 @@ class Trainer:
             with run.spans.data_init:
                 self._load_data(train_dataloader, evaluators)
 
-    def _prepared_model(self, parallel: Parallel, compile: bool | Mapping[str, Any]) -> ParallelModel:
+    def _prepare_model(self, parallel: Parallel, compile: bool | Mapping[str, Any]) -> ParallelModel:
         """Return the model, moved to its device, wrapped, sharded and compiled as requested."""
         for model in (self.model, *self.task.frozen_models):
             model.to(self.device)
@@ -398,7 +398,8 @@ class Trainer:
         """
         with self._run.lifetime, self._doing("evaluate"):
             given = {
-                name: self._evaluation.made(loader, f"dataloader {name!r}") for name, loader in named_loaders(dataloader).items()
+                name: self._evaluation.prepare_loader(loader, f"dataloader {name!r}")
+                for name, loader in named_loaders(dataloader).items()
             }
             loaders = given or self._evaluation.loaders
             if not loaders:
@@ -419,7 +420,7 @@ class Trainer:
             RequestRejected: training is running.
         """
         with self._run.lifetime, self._doing("test"):
-            results = self._evaluation.test(self._evaluation.made(dataloader, "dataloader"))
+            results = self._evaluation.test(self._evaluation.prepare_loader(dataloader, "dataloader"))
             self._run.records.fire_evaluation(self.ctx, self._evaluation.take())
             return results
 
@@ -437,7 +438,7 @@ class Trainer:
             RequestRejected: training is running.
         """
         with self._run.lifetime, self._doing("predict"):
-            return self._evaluation.predict(self._evaluation.made(dataloader, "dataloader"))
+            return self._evaluation.predict(self._evaluation.prepare_loader(dataloader, "dataloader"))
 
     # --- checkpoints ---
 
@@ -553,7 +554,7 @@ class Trainer:
         if is_out_of_memory(error):
             error.add_note(out_of_memory_note(self.device, self._memory_hints()))
         if self._run.groups.size > 1 and is_of_collective(error):
-            return self._run.groups.lost(error)
+            return self._run.groups.explain_failure(error)
         self._run.groups.publish_failure(self.ctx.step, error)
         return None
 

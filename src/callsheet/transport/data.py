@@ -37,7 +37,7 @@ from callsheet.core.spec import CallbackSpec, init_args_of
 from callsheet.errors import CallsheetError, CheckpointError, NotACallbackError
 from callsheet.transport.fingerprint import IGNORE_ATTRIBUTE, differences, fingerprint
 from callsheet.transport.names import MAIN_MODULE, find, main_script, path_of
-from callsheet.transport.rejections import described
+from callsheet.transport.rejections import explain_rejection
 from callsheet.transport.sealed import MAX_CONTENT_BYTES, TransportError
 
 CALLBACK_SETTINGS = (*(name for name in Callback.__annotations__ if not name.startswith("_")), IGNORE_ATTRIBUTE)
@@ -62,7 +62,7 @@ def encode(value: object, *, allow_pickle: bool, what: str = "the value") -> byt
             than `MAX_CONTENT_BYTES`.
     """
     encoder = Encoder(allow_pickle)
-    encoded = encoder.encoded(value, "")
+    encoded = encoder.encode(value, "")
     pickled = encoder.pickle()
     document = {"value": encoded, "script": main_script() if encoder.needs_script else ""}
     try:
@@ -94,7 +94,7 @@ def decode(content: bytes, *, on_script: Callable[[str], object] = lambda script
     if script := document["script"]:
         on_script(script)
     pickles = _Unpickler(io.BytesIO(pickled), script).load() if pickled else []
-    return Decoder(script, pickles).decoded(document["value"])
+    return Decoder(script, pickles).decode(document["value"])
 
 
 class Encoder:
@@ -109,7 +109,7 @@ class Encoder:
         self._callbacks: set[int] = set()
         self._depth = 0
 
-    def encoded(self, value: Any, at: str) -> Any:
+    def encode(self, value: Any, at: str) -> Any:
         """Return `value` as plain data. `at` says where `value` is inside the outermost value, for error messages."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes):
@@ -130,12 +130,12 @@ class Encoder:
             self._number(value)
             return self._container(value, at)
         if kind is tuple:
-            return tuple(self.encoded(item, f"{at}[{i}]") for i, item in enumerate(value))
+            return tuple(self.encode(item, f"{at}[{i}]") for i, item in enumerate(value))
         if kind.__bases__ == (tuple,) and hasattr(kind, "_fields") and (path := self._path(kind)):
-            items = [self.encoded(item, f"{at}.{name}") for name, item in zip(kind._fields, value, strict=True)]
+            items = [self.encode(item, f"{at}.{name}") for name, item in zip(kind._fields, value, strict=True)]
             return {"@namedtuple": [path, items]}
         if kind is frozenset:
-            return {"@frozenset": [self.encoded(item, at) for item in value]}
+            return {"@frozenset": [self.encode(item, at) for item in value]}
         if kind is type(Path()):
             return {"@path": str(value)}
         if isinstance(value, Enum) and value.name in kind.__members__ and (path := self._path(kind)):
@@ -143,7 +143,7 @@ class Encoder:
         if kind is functools.partial:
             self._number(value)
             state = value.__reduce__()[2]  # the function, its arguments, and the partial's attributes
-            return {"@partial": [self.encoded(part, at) for part in state]}
+            return {"@partial": [self.encode(part, at) for part in state]}
         if isinstance(value, torch.dtype | torch.device):
             return {f"@{kind.__name__}": str(value).removeprefix("torch.")}
         if kind is torch.Tensor and _is_plain(value):
@@ -174,15 +174,15 @@ class Encoder:
 
     def _container(self, value: Any, at: str) -> Any:
         if isinstance(value, list):
-            return [self.encoded(item, f"{at}[{i}]") for i, item in enumerate(value)]
+            return [self.encode(item, f"{at}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, set):
-            return {"@set": [self.encoded(item, at) for item in value]}
+            return {"@set": [self.encode(item, at) for item in value]}
         if isinstance(value, dict):
-            items = {key: self.encoded(item, f"{at}[{key!r}]" if at else str(key)) for key, item in value.items()}
+            items = {key: self.encode(item, f"{at}[{key!r}]" if at else str(key)) for key, item in value.items()}
             return {"@dict": [list(pair) for pair in items.items()]} if any(str(key).startswith("@") for key in items) else items
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            "@dataclass": [self._path(type(value)), {name: self.encoded(item, f"{at}.{name}") for name, item in fields.items()}]
+            "@dataclass": [self._path(type(value)), {name: self.encode(item, f"{at}.{name}") for name, item in fields.items()}]
         }
 
     def _callback(self, callback: Callback, at: str) -> Any:
@@ -201,13 +201,13 @@ class Encoder:
         return {
             "@callback": {
                 "class_path": path or self._pickle(kind, at),
-                "init_args": {name: self.encoded(given[name], f"{at}: its argument {name}") for name in spec.init_args},
+                "init_args": {name: self.encode(given[name], f"{at}: its argument {name}") for name in spec.init_args},
                 "words": {
-                    word: self.encoded(vars(callback)[word], f"{at}: its {word}")
+                    word: self.encode(vars(callback)[word], f"{at}: its {word}")
                     for word in CALLBACK_SETTINGS
                     if word in vars(callback)
                 },
-                "state": self.encoded(_on_cpu(spec.state, f"{at}: its state"), f"{at}: its state"),
+                "state": self.encode(_on_cpu(spec.state, f"{at}: its state"), f"{at}: its state"),
             }
         }
 
@@ -232,7 +232,7 @@ class Encoder:
         self.needs_script = True
 
     def _pickle(self, value: Any, at: str) -> Any:
-        what, hint, may_pickle = described(value)
+        what, hint, may_pickle = explain_rejection(value)
         if not (self._allow_pickle and may_pickle):
             raise TransportError(f"{at}: {'' if isinstance(value, type) else 'it is '}{what}; {hint}")
         self._pickled.append((value, at))
@@ -251,7 +251,7 @@ class Encoder:
             try:
                 cloudpickle.dumps(value)
             except Exception as own:
-                return f"{at}: cloudpickle cannot send it: {own}; {described(value)[1]}"
+                return f"{at}: cloudpickle cannot send it: {own}; {explain_rejection(value)[1]}"
         return f"cloudpickle cannot send it: {error}"
 
 
@@ -263,26 +263,26 @@ class Decoder:
         self._pickles = pickles
         self._numbered: list[Any] = []
 
-    def decoded(self, value: Any) -> Any:
-        """Return the object from which `Encoder.encoded` has made the plain data `value`."""
+    def decode(self, value: Any) -> Any:
+        """Return the object from which `Encoder.encode` has made the plain data `value`."""
         if isinstance(value, list):
-            items = self._numbered_as([])
-            items.extend(self.decoded(item) for item in value)
+            items = self._assign_number([])
+            items.extend(self.decode(item) for item in value)
             return items
         if isinstance(value, tuple):
-            return tuple(self.decoded(item) for item in value)
+            return tuple(self.decode(item) for item in value)
         if isinstance(value, dict):
             tag = next(iter(value), None)
             if isinstance(tag, str) and tag.startswith("@"):
-                return self._tagged(tag, value[tag])
-            mapping = self._numbered_as({})
-            mapping.update((key, self.decoded(item)) for key, item in value.items())
+                return self._decode_tagged(tag, value[tag])
+            mapping = self._assign_number({})
+            mapping.update((key, self.decode(item)) for key, item in value.items())
             return mapping
         if _is_numpy(value):
-            return self._numbered_as(value)
+            return self._assign_number(value)
         return value
 
-    def _tagged(self, tag: str, content: Any) -> Any:
+    def _decode_tagged(self, tag: str, content: Any) -> Any:
         match tag:
             case "@same":
                 if self._numbered[content] is _UNFINISHED:
@@ -300,51 +300,51 @@ class Decoder:
             case "@dataclass":
                 path, fields = content
                 # Do not call the constructor, because a constructor may store other values than its arguments.
-                made = self._numbered_as(object.__new__(find(path, self._script)))
+                made = self._assign_number(object.__new__(find(path, self._script)))
                 for name, item in fields.items():
-                    object.__setattr__(made, name, self.decoded(item))
+                    object.__setattr__(made, name, self.decode(item))
                 return made
             case "@namedtuple":
                 path, items = content
-                return tuple.__new__(find(path, self._script), map(self.decoded, items))
+                return tuple.__new__(find(path, self._script), map(self.decode, items))
             case "@enum":
                 return find(content[0], self._script)[content[1]]
             case "@partial":
-                partial: Any = self._numbered_as(functools.partial(int))
-                partial.__setstate__(tuple(self.decoded(part) for part in content))
+                partial: Any = self._assign_number(functools.partial(int))
+                partial.__setstate__(tuple(self.decode(part) for part in content))
                 return partial
             case "@path":
                 return Path(content)
             case "@set":
-                members = self._numbered_as(set())
-                members.update(self.decoded(item) for item in content)
+                members = self._assign_number(set())
+                members.update(self.decode(item) for item in content)
                 return members
             case "@frozenset":
-                return frozenset(self.decoded(item) for item in content)
+                return frozenset(self.decode(item) for item in content)
             case "@dtype":
                 return getattr(torch, content)
             case "@device":
                 return torch.device(content)
             case "@dict":
-                mapping = self._numbered_as({})
-                mapping.update((key, self.decoded(item)) for key, item in content)
+                mapping = self._assign_number({})
+                mapping.update((key, self.decode(item)) for key, item in content)
                 return mapping
         raise TransportError(f"the payload has a {tag}, which this version of callsheet does not know")
 
     def _callback(self, class_path: Any, init_args: Mapping[str, Any], words: Mapping[str, Any], state: Any) -> Callback:
-        kind = find(class_path, self._script) if isinstance(class_path, str) else self.decoded(class_path)
+        kind = find(class_path, self._script) if isinstance(class_path, str) else self.decode(class_path)
         if not (isinstance(kind, type) and issubclass(kind, Callback)):
             raise NotACallbackError(f"{class_path} is not a subclass of callsheet.Callback")
-        callback = kind(**{name: self.decoded(item) for name, item in init_args.items()})
+        callback = kind(**{name: self.decode(item) for name, item in init_args.items()})
         for word, value in words.items():
-            setattr(callback, word, self.decoded(value))
-        state = self.decoded(state)
+            setattr(callback, word, self.decode(value))
+        state = self.decode(state)
         if differences(fingerprint({"state": dict(callback.state_dict())}), fingerprint({"state": state})):
             # Many callbacks treat `load_state_dict` as a resume, so call it only if the new callback does not have this state yet.
             callback.load_state_dict(state)
         return callback
 
-    def _numbered_as(self, value: Any) -> Any:
+    def _assign_number(self, value: Any) -> Any:
         self._numbered.append(value)
         return value
 

@@ -62,7 +62,7 @@ class _Fingerprinter:
         kind = type(value)
         if (text := _text_of(value)) is not None:
             return [name_of(kind), text]
-        if _has_identity(value) and (met := self._met_before(id(value), value, path)):
+        if _has_identity(value) and (met := self._find_or_record(id(value), value, path)):
             return met
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -76,14 +76,14 @@ class _Fingerprinter:
         else:
             inside = self._inside(value, path)
             if not isinstance(inside, str):
-                inside = {label: self.node_of(part, _joined(path, label)) for label, part in inside.items()}
+                inside = {label: self.node_of(part, _join(path, label)) for label, part in inside.items()}
                 if len(inside) > _MAX_LISTED_ITEMS and all(isinstance(part[1], str) for part in inside.values()):
                     inside = f"{len(inside)} items: {hashlib.sha256(json.dumps(inside).encode()).hexdigest()}"
             node = [name_of(kind), inside]
         self._depth -= 1
         return node
 
-    def _met_before(self, key: Hashable, value: object, path: str) -> Node | None:
+    def _find_or_record(self, key: Hashable, value: object, path: str) -> Node | None:
         """Return a node with the earlier path if an object with this key occurred before, else None."""
         if key in self._met:
             return ["same", self._met[key][1]]
@@ -95,7 +95,7 @@ class _Fingerprinter:
         if isinstance(value, Callback):
             return _inside_callback(value)
         if type(value) is tuple:  # what pickle stores of a tuple has the tuple itself in it
-            return self._labelled(enumerate(value), path)
+            return self._label_items(enumerate(value), path)
         if isinstance(value, FunctionType):
             # Leave out an empty closure cell, because it has no value yet.
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
@@ -104,15 +104,15 @@ class _Fingerprinter:
             return {name: getattr(value, name) for name in _COMPARED_OF_CODE}
         if isinstance(value, threading.Thread):  # its attributes, such as its identifier, differ between processes
             return ""
-        return self._reduced(value, path)
+        return self._reduce(value, path)
 
-    def _labelled(self, items: Iterable[tuple[Any, Any]], path: str) -> dict[str, Any]:
+    def _label_items(self, items: Iterable[tuple[Any, Any]], path: str) -> dict[str, Any]:
         return {
             f"[{key!r}]" if isinstance(key, str | int) else f"[{json.dumps(self.node_of(key, path))}]": item
             for key, item in items
         }
 
-    def _reduced(self, value: Any, path: str) -> dict[str, Any] | str:
+    def _reduce(self, value: Any, path: str) -> dict[str, Any] | str:
         """Return what pickle would store of an object of an unknown type."""
         kind = type(value)
         try:
@@ -126,7 +126,12 @@ class _Fingerprinter:
         # Leave out the usual way to make an object: from its class, without arguments.
         is_usual = make is copyreg.__newobj__ and args == (kind,)  # type: ignore[attr-defined]  # typeshed does not have it
         made = {} if is_usual else {"how it is made": make, "arguments": args}
-        return made | _attributes(value, state) | self._labelled(enumerate(items or ()), path) | self._labelled(pairs or (), path)
+        return (
+            made
+            | _attributes(value, state)
+            | self._label_items(enumerate(items or ()), path)
+            | self._label_items(pairs or (), path)
+        )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         gradient = "with" if tensor.requires_grad else "without"
@@ -139,7 +144,7 @@ class _Fingerprinter:
             # The data cannot be read: this is a meta or sparse tensor, or a tensor of a subclass that keeps its data elsewhere.
             return [facts, "" if tensor.is_meta else _NOT_INSPECTED]
         # Compare addresses, because `torch.from_numpy` makes a new storage for each tensor over the same memory.
-        shared = self._met_before(("storage", storage.data_ptr()), storage, path) if tensor.numel() else None
+        shared = self._find_or_record(("storage", storage.data_ptr()), storage, path) if tensor.numel() else None
         return [facts, {"content": [facts, content], "memory": shared or ["own", ""]}]
 
 
@@ -178,7 +183,7 @@ def _inside_callback(callback: Callback) -> dict[str, Any]:
         if issubclass(kind, Callback):
             for name, value in sorted(vars(kind).items()):
                 is_method = isinstance(value, FunctionType)
-                if (is_method or not name.startswith("__")) and name not in _ignored(callback):
+                if (is_method or not name.startswith("__")) and name not in _ignored_attributes(callback):
                     inside[f" {kind.__name__}.{name}"] = name_of(value) if is_method else value
     return inside
 
@@ -194,12 +199,12 @@ def _attributes(value: object, state: Any) -> dict[str, Any]:
             state = dict(zip((field.name for field in fields(value)), state, strict=True))
     if not isinstance(state, dict):
         return {} if state is None else {"state": state}
-    ignored = _ignored(value)
+    ignored = _ignored_attributes(value)
     # Sort the attributes, because the order in which they were set may differ between processes.
     return {f".{name}": state[name] for name in sorted(state, key=str) if name not in ignored}
 
 
-def _ignored(value: object) -> set[str]:
+def _ignored_attributes(value: object) -> set[str]:
     """Return the names of the attributes that are not compared. Only a callback may name them itself instead of its class."""
     given = getattr(value if isinstance(value, Callback) else type(value), IGNORE_ATTRIBUTE, ())
     # A class of another framework may have an attribute of this name that means something else.
@@ -216,16 +221,16 @@ def _compare(here: Node, there: Node, path: str) -> Iterator[str]:
     elif isinstance(here[1], dict) and isinstance(there[1], dict):
         for name in here[1] | there[1]:
             if name not in there[1] or name not in here[1]:
-                yield f"{_joined(path, name)}: {'missing there' if name in here[1] else 'missing here'}"
+                yield f"{_join(path, name)}: {'missing there' if name in here[1] else 'missing here'}"
             else:
-                yield from _compare(here[1][name], there[1][name], _joined(path, name))
+                yield from _compare(here[1][name], there[1][name], _join(path, name))
     elif _NOT_INSPECTED in (here[1], there[1]):
         yield f"{path}: {_with_article(here[0])}, which cannot be inspected"
     elif here[1] != there[1]:
         yield f"{path}: {_with_article(here[0])} with another value there"
 
 
-def _joined(path: str, name: str) -> str:
+def _join(path: str, name: str) -> str:
     return path + (name if name[:1] in ".[( " else f": {name}")
 
 

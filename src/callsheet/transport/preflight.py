@@ -92,13 +92,13 @@ def main() -> None:
         unpacked = open_payload(os.environ, is_ours=True)
         answer = {"fingerprint": fingerprint({"callbacks": unpacked.callbacks, **unpacked.extra})}
     except (Exception, SystemExit) as error:  # report the error: the process that started the check will raise it
-        answer = {"error": _described(error)}
+        answer = {"error": _describe_error(error)}
     write_private(path.with_name(_ANSWER_FILE), json.dumps(answer).encode())
     sys.stdout.flush()
     os._exit(0)  # end without waiting for threads that the callbacks have started
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the error as text, with the line that raised it if the line is outside callsheet."""
     lines = traceback.format_exception_only(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

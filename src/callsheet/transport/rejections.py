@@ -23,7 +23,7 @@ _LOCK_TYPES = (
 )
 
 
-def described(value: Any) -> tuple[str, str, bool]:
+def explain_rejection(value: Any) -> tuple[str, str, bool]:
     """Return, for a value that cannot be sent as data, a description, a hint, and whether cloudpickle could encode the value."""
     what = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
     if isinstance(value, io.IOBase) and not isinstance(value, io.StringIO | io.BytesIO):

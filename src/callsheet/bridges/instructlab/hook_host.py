@@ -32,7 +32,7 @@ from callsheet.core.lifecycle import EVENTS
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
 from callsheet.errors import NotSupported
-from callsheet.run.run_guard import checked_lock_timeout
+from callsheet.run.run_guard import check_lock_timeout
 from callsheet.transport.payload import open_payload, pack
 
 logger = logging.getLogger("callsheet")
@@ -137,7 +137,7 @@ class InstructLabHost(HostBase):
         super().__init__(callbacks, strict=strict)
         hint = "leave the callback out, or pass strict=False to continue without that"
         self._check = SupportCheck(self.manager, HOST, strict=strict, hint=hint, causes={})
-        self._lock_timeout_seconds = checked_lock_timeout(lock_timeout_seconds)
+        self._lock_timeout_seconds = check_lock_timeout(lock_timeout_seconds)
         # InstructLab's context at a save after an epoch's last step, until the epoch ends and the events of this save are fired.
         # Otherwise None.
         self._saved: TrainingContext | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.data.tables import reject
-from callsheet.recipes.models.language_model import CLASSIFIER_SUFFIX, LanguageModel, loaded
+from callsheet.recipes.models.language_model import CLASSIFIER_SUFFIX, LanguageModel, load_pretrained
 
 Weights = Literal["none", "balanced"]
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
@@ -85,7 +85,7 @@ class ClassLabels:
         return self._numbers[label]
 
 
-def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
+def align_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: bool) -> ClassLabels:
     """Return the labels. If the pretrained model has a classification head, they get the class indices that the head uses.
 
     If the head has the same class names, the labels are put in the head's order. If the labels are only numbers, they get the head's names.
@@ -100,7 +100,7 @@ def agreed_with_head(labels: ClassLabels, model: LanguageModel, *, may_reorder: 
         return labels
     from transformers import AutoConfig
 
-    has = loaded(AutoConfig, model.path, "model", model.revision)
+    has = load_pretrained(AutoConfig, model.path, "model", model.revision)
     if not any(CLASSIFIER_SUFFIX in kind for kind in has.architectures or ()):
         return labels
     names = [has.id2label[number] for number in range(has.num_labels)]

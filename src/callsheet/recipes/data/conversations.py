@@ -81,11 +81,11 @@ class Conversations:
             prompt, completion = _text(row, "prompt", place), _text(row, "completion", place)
             if self._has_template:
                 return self._of_chat([_user(prompt), {"role": "assistant", "content": completion}], None, place)
-            question, answer = self._ids(prompt, special=True), self._ended(self._ids(completion))
+            question, answer = self._ids(prompt, special=True), self._append_end_token(self._ids(completion))
             return Example(question + answer, [not self._completion_only] * len(question) + [True] * len(answer))
         if "text" not in row:
             reject(place, f"there is nothing to learn from in the columns {', '.join(row) or '(none)'}; give {_COLUMNS_HINT}")
-        ids = self._ended(self._ids(_text(row, "text", place), special=True))
+        ids = self._append_end_token(self._ids(_text(row, "text", place), special=True))
         return Example(ids, [True] * len(ids))
 
     def prompt(self, row: Row, place: str) -> list[int]:
@@ -103,13 +103,13 @@ class Conversations:
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
             if not messages:  # all messages are answers, so the model begins the chat
-                return self._ids(self._before_first(self._rendered(given[:1], tools, place), given[0], tools, place))
-            return self._ids(self._rendered(messages, tools, place, add_generation_prompt=True))
+                return self._ids(self._before_first(self._render(given[:1], tools, place), given[0], tools, place))
+            return self._ids(self._render(messages, tools, place, add_generation_prompt=True))
         if "prompt" not in row:
             reject(place, f"there is no prompt in the columns {', '.join(row) or '(none)'}; give `messages` or `prompt`")
         text = _text(row, "prompt", place)
         if self._has_template:
-            return self._ids(self._rendered([_user(text)], None, place, add_generation_prompt=True))
+            return self._ids(self._render([_user(text)], None, place, add_generation_prompt=True))
         return self._ids(text, special=True)
 
     def _of_chat(self, messages: Sequence[Message], tools: Any, place: str) -> Example:
@@ -117,7 +117,7 @@ class Conversations:
             reject(place, "it has no message of the assistant, so there is nothing to learn; give one with the role `assistant`")
         # The answers are located only if they are needed: some templates render chats whose answers cannot be located.
         is_whole = not self._completion_only
-        text, spans = (self._rendered(messages, tools, place), []) if is_whole else self._answers(messages, tools, place)
+        text, spans = (self._render(messages, tools, place), []) if is_whole else self._answers(messages, tools, place)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = encoded["input_ids"]
         if is_whole:
@@ -136,15 +136,15 @@ class Conversations:
         if self._has_template and _GENERATION_PATTERN.search(
             template := str(self._tokenizer.get_chat_template(None, tools=tools))
         ):
-            return self._marked(messages, tools, template, place)
-        text = self._rendered(messages, tools, place)
+            return self._render_with_spans(messages, tools, template, place)
+        text = self._render(messages, tools, place)
         found: list[Span] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            after = self._rendered(messages[: i + 1], tools, place) if i + 1 < len(messages) else text
+            after = self._render(messages[: i + 1], tools, place) if i + 1 < len(messages) else text
             before = (
-                self._rendered(messages[:i], tools, place, add_generation_prompt=True)
+                self._render(messages[:i], tools, place, add_generation_prompt=True)
                 if i
                 else self._before_first(after, message, tools, place)
             )
@@ -165,8 +165,8 @@ class Conversations:
         it after a user's message.
         """
         asked = [_user("?")]
-        begun = self._rendered(asked, tools, place, add_generation_prompt=True)
-        start = begun.removeprefix(self._rendered(asked, tools, place))
+        begun = self._render(asked, tools, place, add_generation_prompt=True)
+        start = begun.removeprefix(self._render(asked, tools, place))
         content = message["content"]
         # The template may add a system message that contains `start` too, so take the last `start` before the content.
         end = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else len(text)
@@ -179,7 +179,7 @@ class Conversations:
             )
         return text[: begins + len(start)]
 
-    def _marked(self, messages: Sequence[Message], tools: Any, template: str, place: str) -> tuple[str, list[Span]]:
+    def _render_with_spans(self, messages: Sequence[Message], tools: Any, template: str, place: str) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def render() -> Any:
@@ -191,16 +191,16 @@ class Conversations:
                 **self._tokenizer.special_tokens_map,
             )
 
-        (text,), (spans,) = _taken(render, place)
+        (text,), (spans,) = _render_or_reject(render, place)
         return text, sorted((start, end) for start, end in spans)
 
-    def _rendered(self, messages: Sequence[Message], tools: Any, place: str, *, add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], tools: Any, place: str, *, add_generation_prompt: bool = False) -> str:
         if not self._has_template:
             reject(
                 place,
                 "the tokenizer has no chat template for these messages; name a file with one in chat_template, or give `text`",
             )
-        text: str = _taken(
+        text: str = _render_or_reject(
             lambda: self._tokenizer.apply_chat_template(
                 _without_none_in_each(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             ),
@@ -212,12 +212,12 @@ class Conversations:
         """Return the token ids of a text. With `special`, add special tokens. A rendered chat template already contains them."""
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _ended(self, ids: list[int]) -> list[int]:
+    def _append_end_token(self, ids: list[int]) -> list[int]:
         end = self._tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def _taken(render: Callable[[], Any], place: str) -> Any:
+def _render_or_reject(render: Callable[[], Any], place: str) -> Any:
     """Return the result of `render`, which renders a chat template. Raise ConfigError for the row at `place` if the rendering fails."""
     from jinja2 import TemplateError
 

@@ -79,7 +79,7 @@ class Docstrings:
             if _TEST_FOLDERS & set(inside.parts):
                 continue
             is_held_out = int(sha256(inside.as_posix().encode()).hexdigest(), 16) % 100 < self.held_out_percent
-            for owner, function in _documented(path):
+            for owner, function in _find_functions(path):
                 signature = f"{owner}{function.name}({ast.unparse(function.args)})"
                 answer = (ast.get_docstring(function) or "").strip().partition("\n")[0].strip()
                 if not answer or len(signature) > self.longest_signature:
@@ -98,7 +98,7 @@ class Docstrings:
         return {name: Documented(found) for name, found in rows.items()}
 
 
-def _documented(path: Path) -> Iterator[tuple[str, _Function]]:
+def _find_functions(path: Path) -> Iterator[tuple[str, _Function]]:
     """Yield each function of a file with its class prefix (`Class.`, or an empty string), except functions inside functions."""
     try:
         with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from callsheet.recipes.data.image_text import Example
 from callsheet.trainer import Trainer
 
 
-def answered(
+def generate_answers(
     trainer: Trainer, questions: Sequence[Example], batches: ImageBatches, tokenizer: Any, most: int, *, batch_size: int
 ) -> Iterator[str]:
     """Yield the answer that the model generates for each question, by greedy decoding.
@@ -33,7 +33,7 @@ def answered(
     end = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     with evaluation_mode(model, seed=0) as is_sharded:
         for start in range(0, len(questions), batch_size):
-            batch = batches.encoded(questions[start : start + batch_size], side="left")
+            batch = batches.encode(questions[start : start + batch_size], side="left")
             made = model.generate(
                 **{name: value.to(trainer.device) if isinstance(value, Tensor) else value for name, value in batch.items()},
                 max_new_tokens=most,

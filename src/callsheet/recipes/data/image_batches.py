@@ -41,7 +41,7 @@ class ImageBatches:
         Raises:
             ConfigError: a row is too long, or the processor rejects it; the message names its place.
         """
-        batch = self.encoded(examples, side="right")
+        batch = self.encode(examples, side="right")
         ids, mask = batch["input_ids"], batch["attention_mask"]
         labels = torch.full_like(ids, IGNORED_LABEL)
         for row, example in enumerate(examples):
@@ -51,7 +51,7 @@ class ImageBatches:
         if (token := image_token_id(self._processor)) is not None:
             labels[ids == token] = IGNORED_LABEL
         batch["labels"] = labels
-        return self._shortened(batch, examples) if ids.shape[1] > self._longest else batch
+        return self._shorten(batch, examples) if ids.shape[1] > self._longest else batch
 
     def check_length(self, example: Example) -> None:
         """Raise ConfigError if a row is too long even without the tokens of its images. No image is read.
@@ -67,18 +67,18 @@ class ImageBatches:
                 "give a longer sequence_length, or too_long=truncate",
             )
 
-    def encoded(self, examples: Sequence[Example], *, side: str) -> dict[str, Any]:
+    def encode(self, examples: Sequence[Example], *, side: str) -> dict[str, Any]:
         """Return the processor's output for the examples, padded on the given side."""
         try:
             with _padding_on(self._processor.tokenizer, side):
-                made = self._called(examples)
+                made = self._call_processor(examples)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             for example in examples if len(examples) > 1 else ():
-                self.encoded([example], side=side)  # process each row alone, to find the row that fails
+                self.encode([example], side=side)  # process each row alone, to find the row that fails
             reject(examples[0].place, f"the processor rejects this row: {error}")
         return dict(made)
 
-    def _called(self, examples: Sequence[Example]) -> Any:
+    def _call_processor(self, examples: Sequence[Example]) -> Any:
         return self._processor(
             text=[example.text for example in examples],
             images=[list(example.images) for example in examples],
@@ -114,13 +114,13 @@ class ImageBatches:
         """Return how many token ids an example has without padding."""
         if not example.images:
             return len(self._plain(example.text, example.text))
-        return int(self.encoded([example], side="right")["input_ids"].shape[1])
+        return int(self.encode([example], side="right")["input_ids"].shape[1])
 
     def _plain(self, text: str, whole: str) -> list[int]:
         ids: list[int] = self._processor.tokenizer(text, **self._tokens(whole))["input_ids"]
         return ids
 
-    def _shortened(self, batch: dict[str, Any], examples: Sequence[Example]) -> dict[str, Any]:
+    def _shorten(self, batch: dict[str, Any], examples: Sequence[Example]) -> dict[str, Any]:
         ids, lengths = batch["input_ids"], batch["attention_mask"].sum(dim=1).tolist()
         token = image_token_id(self._processor)
         for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):

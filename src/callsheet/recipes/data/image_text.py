@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from callsheet.errors import ConfigError
-from callsheet.recipes.data.images import opened
+from callsheet.recipes.data.images import open_image
 from callsheet.recipes.data.rows import Rows
 from callsheet.recipes.data.tables import check_columns, reject
 
@@ -79,7 +79,7 @@ class ImageText:
         """Convert a row like `__call__`, but read only the headers of its image files."""
         return self._example(row, place, pixels=False, is_question=False)
 
-    def asked(self, row: Mapping[str, Any], place: str) -> Example:
+    def make_question(self, row: Mapping[str, Any], place: str) -> Example:
         """Convert a row without its last answer, which a model will then generate. The row need not have an answer."""
         return self._example(row, place, pixels=True, is_question=True)
 
@@ -91,11 +91,11 @@ class ImageText:
     def _example(self, row: Mapping[str, Any], place: str, *, pixels: bool, is_question: bool) -> Example:
         messages, values = self._messages(row, place, is_question)
         folder = self._folder_of(place)
-        images = tuple(opened(value, folder, place, pixels=pixels) for value in values)
+        images = tuple(open_image(value, folder, place, pixels=pixels) for value in values)
         if not images:
             reject(place, "there is no image in this row; give it one, or train on text alone with another recipe")
         if is_question:
-            return Example(place, self._rendered(messages, place, asks=True), images, (), "")
+            return Example(place, self._render(messages, place, asks=True), images, (), "")
         return Example(place, *self._answers(messages, place, images), _text_of(messages[-1]))
 
     def _messages(self, row: Mapping[str, Any], place: str, is_question: bool) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -132,13 +132,13 @@ class ImageText:
     def _answers(
         self, messages: list[dict[str, Any]], place: str, images: tuple[Image, ...]
     ) -> tuple[str, tuple[Image, ...], tuple[TargetSpan, ...]]:
-        text = self._rendered(messages, place)
+        text = self._render(messages, place)
         targets = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._rendered(messages[:number], place, asks=True)
-            through = self._rendered(messages[: number + 1], place)
+            before = self._render(messages[:number], place, asks=True)
+            through = self._render(messages[: number + 1], place)
             if not (text.startswith(through) and through.startswith(before)):
                 reject(
                     place,
@@ -151,7 +151,7 @@ class ImageText:
             targets.append(TargetSpan(len(before), max(end, len(before)), _count_images(messages[:number])))
         return text, images, tuple(targets)
 
-    def _rendered(self, messages: list[dict[str, Any]], place: str, *, asks: bool = False) -> str:
+    def _render(self, messages: list[dict[str, Any]], place: str, *, asks: bool = False) -> str:
         if not self._has_template:
             return self._plain(messages, place, asks)
         try:
@@ -243,7 +243,7 @@ def _count_images(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(part["type"] == "image" for message in messages for part in message["content"])
 
 
-def looked_at(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]:
+def check_rows(rows: Any, form: ImageText, most: int | None) -> Iterator[Example]:
     """Yield the first `most` rows (None: all) of a table or stream as examples, to find errors in them before training.
 
     Raises:

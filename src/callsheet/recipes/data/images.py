@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Image:
+def open_image(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Image:
     """Open an image of a row, and return it upright and in RGB.
 
     Args:
@@ -29,7 +29,7 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     if isinstance(value, Mapping):  # an image in the format of the library `datasets`: {"bytes": ..., "path": ...}
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if not isinstance(value, (Image.Image, bytes, str, Path)):
-        reject(place, f"an image is {_shown(value)}; give the path of a file, relative to {folder}, or the file's bytes")
+        reject(place, f"an image is {_describe_value(value)}; give the path of a file, relative to {folder}, or the file's bytes")
     what = f"an image of {len(value)} bytes" if isinstance(value, bytes) else "an image"
     try:
         if isinstance(value, Image.Image):
@@ -52,6 +52,6 @@ def opened(value: Any, folder: Path, place: str, *, pixels: bool = True) -> Imag
     return upright
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}" if value is not None else "none (null)"

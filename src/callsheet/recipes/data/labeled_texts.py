@@ -35,7 +35,7 @@ class LabeledTexts:
     longest: int
     truncates: bool
 
-    def checked(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
+    def check_row(self, row: Mapping[str, Any], place: str) -> tuple[str, int]:
         """Check a row, and return its text and class index. The number of tokens is not checked if texts are truncated."""
         text, label = self._text(row, place), self.labels.number(row[self.label_column], place)
         if not self.truncates:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from callsheet.errors import ConfigError
 from callsheet.recipes.data.examples import Examples, ExampleStream, Sample
-from callsheet.recipes.data.padding import filled
+from callsheet.recipes.data.padding import pad_rows
 from callsheet.trainer.tasks import IGNORED_LABEL
 
 _LOGIT_TOLERANCES = {True: (1e-4, 1e-4), False: (1e-3, 2e-2)}
@@ -47,7 +47,7 @@ def plan(lengths: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
-def packed(samples: Iterable[Sample]) -> Sample:
+def pack_samples(samples: Iterable[Sample]) -> Sample:
     """Concatenate samples into one row. The `position_ids` of each sample start from 0."""
     given = list(samples)
     return {
@@ -68,7 +68,7 @@ class Packed(Dataset[Sample]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        return packed(self._examples[i] for i in self.rows[index])
+        return pack_samples(self._examples[i] for i in self.rows[index])
 
 
 class PackedStream(IterableDataset[Sample]):
@@ -82,12 +82,12 @@ class PackedStream(IterableDataset[Sample]):
         left = self._room
         for one in self._examples:
             if len(one["labels"]) > left:
-                yield packed(row)
+                yield pack_samples(row)
                 row, left = [], self._room
             row.append(one)
             left -= len(one["labels"])
         if row:
-            yield packed(row)
+            yield pack_samples(row)
 
 
 class Pack:
@@ -110,8 +110,8 @@ class Pack:
         longest = max(len(one["labels"]) for one in samples)
         positions = [torch.cat([one["position_ids"], torch.arange(longest - len(one["position_ids"]))]) for one in samples]
         return {
-            "input_ids": filled([one["input_ids"] for one in samples], self._token),
-            "labels": filled([one["labels"] for one in samples], IGNORED_LABEL),
+            "input_ids": pad_rows([one["input_ids"] for one in samples], self._token),
+            "labels": pad_rows([one["labels"] for one in samples], IGNORED_LABEL),
             "position_ids": torch.stack(positions),
         }
 

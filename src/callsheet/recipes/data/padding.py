@@ -29,16 +29,16 @@ class Padding:
         """Return the samples as one batch, padded to the length of the longest."""
         ids = [sample["input_ids"] for sample in samples]
         batch = {
-            "input_ids": filled(ids, self.pad_id),
-            "attention_mask": filled([torch.ones(len(one), dtype=torch.int64) for one in ids], 0),
+            "input_ids": pad_rows(ids, self.pad_id),
+            "attention_mask": pad_rows([torch.ones(len(one), dtype=torch.int64) for one in ids], 0),
         }
         if "labels" in samples[0]:
             labels = [sample["labels"] for sample in samples]
-            batch["labels"] = torch.tensor(labels) if isinstance(labels[0], int) else filled(labels, IGNORED_LABEL)
+            batch["labels"] = torch.tensor(labels) if isinstance(labels[0], int) else pad_rows(labels, IGNORED_LABEL)
         return batch
 
 
-def filled(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
+def pad_rows(rows: Iterable[Sequence[int] | Tensor], value: int) -> Tensor:
     """Stack rows of different lengths into an int64 tensor, and pad shorter rows at the end."""
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

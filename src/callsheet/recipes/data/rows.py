@@ -133,7 +133,7 @@ class Rows:
                 escaped = [glob.escape(file) for file in files]  # escape the names, because `datasets` reads them as patterns
                 found = datasets.load_dataset(kind, data_files=escaped, split="train", streaming=self.streaming)
             elif is_saved := any((Path(self.path) / name).exists() for name in ("state.json", "dataset_dict.json")):
-                found = self._saved(datasets.load_from_disk(self.path))
+                found = self._prepare_saved(datasets.load_from_disk(self.path))
             else:
                 found = datasets.load_dataset(
                     self.path, self.name, split=self.split, revision=self.revision, streaming=self.streaming
@@ -149,14 +149,14 @@ class Rows:
         if names is not None:
             check_columns(self.path, names, columns)
         if self.streaming:
-            if self.limit is not None and not is_saved:  # `_saved` has applied the limit
+            if self.limit is not None and not is_saved:  # `_prepare_saved` has applied the limit
                 found = found.take(self.limit)
             return DatasetStream(found, self.path, columns, files if is_parquet else ())
         if not len(found):
             raise ConfigError(f"{self.path} has no rows")
         return DatasetTable(found if self.limit is None else found.select(range(min(self.limit, len(found)))), self.path)
 
-    def _saved(self, found: Any) -> Any:
+    def _prepare_saved(self, found: Any) -> Any:
         """Return the dataset that `datasets` has loaded from a saved folder; of several splits, the split `split`."""
         if isinstance(found, Mapping):
             if self.split not in found:
@@ -200,12 +200,12 @@ class PreparedStream(IterableDataset[Any]):
         return (self._transform(row, place) for place, row in self._stream.places())
 
 
-def prepared(rows: Table | Stream, transform: Transform) -> Prepared | PreparedStream:
+def prepare_rows(rows: Table | Stream, transform: Transform) -> Prepared | PreparedStream:
     """Return a dataset of the rows, which `transform` converts when they are read."""
     return Prepared(rows, transform) if isinstance(rows, Table) else PreparedStream(rows, transform)
 
 
-def numbered(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+def number_rows(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
     """Yield each row that a program has given, with its place, such as `row 3`, for error messages.
 
     Raises:

@@ -47,7 +47,7 @@ class LineTable(Table):
             for line_number, start, line in _lines(file):
                 if limit is not None and len(self) >= limit:
                     break
-                row = _parsed(line, f"{file}:{line_number}")
+                row = _parse_line(line, f"{file}:{line_number}")
                 check_columns(f"{file}:{line_number}", row, columns)
                 self._file.append(number)
                 self._start.append(start)
@@ -65,7 +65,7 @@ class LineTable(Table):
                 self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         content = self._maps[number]
         end = content.find(b"\n", start)
-        return _parsed(content[start : end if end >= 0 else len(content)], self.place(index))
+        return _parse_line(content[start : end if end >= 0 else len(content)], self.place(index))
 
     def place(self, index: int) -> str:
         """Return the row's file and its line number, counted from 1."""
@@ -130,7 +130,7 @@ class LineStream(Stream):
         for file in _own_files(self._files):
             for number, _, line in islice(_lines(file), self._rows_of.get(file)):
                 place = f"{file}:{number}"
-                row = _parsed(line, place)
+                row = _parse_line(line, place)
                 check_columns(place, row, self._columns)
                 yield place, row
 
@@ -262,7 +262,7 @@ def _own_keys(value: Any, feature: Any) -> Any:
     return value
 
 
-def _parsed(line: bytes, place: str) -> dict[str, Any]:
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
         text = json.dumps(row, ensure_ascii=False) if _SURROGATE_PATTERN.search(line) else ""

@@ -16,7 +16,7 @@ def check_made(given: Mapping[str, Any], config: Any, place: str) -> None:
     Raises:
         ConfigError: a key, here or in a part such as `text_config`, is unknown to the configuration.
     """
-    known, read = _declared(type(config)), _read(type(config))
+    known, read = _declared_keys(type(config)), _read(type(config))
     kept = [key for key in given if key not in known and key not in read and key in vars(config)]
     if kept:
         others = {key: value for key, value in given.items() if key not in kept and key != "model_type"}
@@ -32,7 +32,7 @@ def check_changed(given: Mapping[str, Any], config: Any, place: str) -> None:
     Raises:
         ConfigError: a key is unknown to the configuration or to its part.
     """
-    _reject((key for key in given if not hasattr(config, key)), _declared(type(config)), config, place)
+    _reject((key for key in given if not hasattr(config, key)), _declared_keys(type(config)), config, place)
     for key, value, part in _parts(given, config):
         check_changed(value, part, f"{place}.{key}")
 
@@ -46,7 +46,7 @@ def _parts(given: Mapping[str, Any], config: Any) -> Iterator[tuple[str, Mapping
             yield key, value, part
 
 
-def _declared(kind: Any) -> set[str]:
+def _declared_keys(kind: Any) -> set[str]:
     named = {name for one in kind.__mro__ if one is not object for name in inspect.signature(one.__init__).parameters}
     return (named | set(kind.attribute_map)) - {"self", "args", "kwargs"}
 

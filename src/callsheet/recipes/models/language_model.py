@@ -100,7 +100,7 @@ class LanguageModel:
             return byte_tokenizer()
         from transformers import AutoTokenizer
 
-        tokenizer = loaded(AutoTokenizer, name, "tokenizer", self.revision if name == self.path else None, key=self.key)
+        tokenizer = load_pretrained(AutoTokenizer, name, "tokenizer", self.revision if name == self.path else None, key=self.key)
         if tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise ConfigError(
@@ -126,7 +126,7 @@ class LanguageModel:
         """
         values |= {"attn_implementation": self.attention} if self.attention is not None else {}
         if self.path is not None:
-            model: Any = self._loaded(auto, {**values, **(self.config or {})})
+            model: Any = self._load_pretrained(auto, {**values, **(self.config or {})})
         else:
             config = self._configuration(vocabulary, longest, values)
             try:
@@ -137,13 +137,15 @@ class LanguageModel:
         self._freeze(model)
         return model  # type: ignore[no-any-return]
 
-    def _loaded(self, auto: Any, values: dict[str, Any]) -> Any:
+    def _load_pretrained(self, auto: Any, values: dict[str, Any]) -> Any:
         from transformers import AutoConfig
 
         if self.config:
             over = {name: value for name, value in self.config.items() if name != "attn_implementation"}
-            check_changed(over, loaded(AutoConfig, str(self.path), "model", self.revision, key=self.key), f"{self.key}.config")
-        model, found = loaded(auto, str(self.path), "model", self.revision, key=self.key, dtype=_DTYPES[self.dtype],
+            check_changed(
+                over, load_pretrained(AutoConfig, str(self.path), "model", self.revision, key=self.key), f"{self.key}.config"
+            )
+        model, found = load_pretrained(auto, str(self.path), "model", self.revision, key=self.key, dtype=_DTYPES[self.dtype],
                               use_safetensors=True, output_loading_info=True, **values)  # fmt: skip
         lacking = sorted(name for name in found["missing_keys"] if not _is_of_new_head(name, model))
         if lacking:
@@ -157,7 +159,7 @@ class LanguageModel:
         from transformers import AutoConfig
 
         if self.config is not None:
-            return self._configured({"vocab_size": vocabulary, **values, **self.config})
+            return self._make_config({"vocab_size": vocabulary, **values, **self.config})
         return AutoConfig.for_model(
             "llama",
             **{
@@ -175,7 +177,7 @@ class LanguageModel:
             },
         )
 
-    def _configured(self, given: dict[str, Any]) -> Any:
+    def _make_config(self, given: dict[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING, AutoConfig
 
         kind = given["model_type"]
@@ -213,7 +215,7 @@ def _is_of_new_head(name: str, model: Any) -> bool:
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
-def loaded(auto: Any, name: str, what: str, revision: str | None = None, *, key: str = "model", **options: Any) -> Any:
+def load_pretrained(auto: Any, name: str, what: str, revision: str | None = None, *, key: str = "model", **options: Any) -> Any:
     """Return `auto.from_pretrained(name)`, without running code of the model's repository.
 
     If `name` is not a local folder and the hub does not answer, only a copy from an earlier download is used.

@@ -108,7 +108,7 @@ class Lora:
         with _group() as group:
             ranks = RankGroup(group)
             tensors = ranks.together(lambda: {**_frozen(model), **model.state_dict()})
-            turns = _gathered(tensors)
+            turns = _gather(tensors)
 
             def write() -> None:
                 try:
@@ -162,7 +162,7 @@ def _group() -> Iterator[distributed.ProcessGroup | None]:
         distributed.destroy_process_group(group)
 
 
-def _gathered(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _gather(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

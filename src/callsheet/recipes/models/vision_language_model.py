@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from callsheet.core.randomness import random_state, restore_random_state
 from callsheet.errors import ConfigError
 from callsheet.recipes.models.byte_processor import byte_processor
-from callsheet.recipes.models.language_model import LanguageModel, freeze, loaded
+from callsheet.recipes.models.language_model import LanguageModel, freeze, load_pretrained
 
 logger = logging.getLogger("callsheet")
 
@@ -90,7 +90,7 @@ class VisionLanguageModel(LanguageModel):
             return byte_processor(self.image_size, self.patch_size)
         from transformers import AutoProcessor
 
-        processor = loaded(AutoProcessor, name, "processor", revision=self.revision if name == self.path else None)
+        processor = load_pretrained(AutoProcessor, name, "processor", revision=self.revision if name == self.path else None)
         missing = [part for part in ("image_processor", "tokenizer") if getattr(processor, part, None) is None]
         if missing:
             raise ConfigError(
@@ -138,7 +138,7 @@ class VisionLanguageModel(LanguageModel):
             text = {"vocab_size": vocabulary, **self.config.get("text_config", {})}
             if {"image_token_id", "image_token_index"} & set(self.config):
                 values = {name: value for name, value in values.items() if name != "image_token_id"}
-            return self._configured({**values, **self.config, "text_config": text})
+            return self._make_config({**values, **self.config, "text_config": text})
         text = super()._configuration(vocabulary, longest, {"tie_word_embeddings": False}).to_dict()
         vision = {
             "model_type": "clip_vision_model",

@@ -15,7 +15,7 @@ from callsheet.core.optional import needed_by
 
 with needed_by(__name__):
     from callsheet.trainer.data.seeded import SeededDataset
-    from callsheet.trainer.data.sharing import SharedLoader, shared, sharing_of
+    from callsheet.trainer.data.sharing import SharedLoader, share_loader, sharing_of
     from callsheet.trainer.data.strategies import SharedBatches, Sharing
 
-__all__ = ["SeededDataset", "SharedBatches", "SharedLoader", "Sharing", "shared", "sharing_of"]
+__all__ = ["SeededDataset", "SharedBatches", "SharedLoader", "Sharing", "share_loader", "sharing_of"]

@@ -64,7 +64,7 @@ _LOADER_OPTIONS = (
 """
 
 
-def made(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
+def resolve_loader(loader: Loader, argument: str, *, may_be_empty: bool = False) -> Iterable[Any]:
     """Return the given dataloader or, if a function is given, the dataloader that the function makes.
 
     A generator function, or another function that returns a new iterator in each call, is called again for each epoch.
@@ -187,7 +187,7 @@ def restore_samplers(loader: Any, state: Mapping[str, Any], argument: str) -> bo
     Warn of samplers and iterables without `state_dict` whose attributes changed during training: their batches may differ from
     those of a run without interruption.
     """
-    if names := changed(state["attributes"], attributes(_without_state(loader))):
+    if names := compare_attributes(state["attributes"], attributes(_without_state(loader))):
         logger.warning(
             "%s: the resumed run may not get the batches that an unbroken one would have: %s changed while training, and checkpoints do "
             "not hold it. Give that class the methods state_dict and load_state_dict, or have its order depend on set_epoch(epoch)",
@@ -236,7 +236,7 @@ def _without_state(loader: Any) -> list[Any]:
 
 
 def attributes(owners: Iterable[Any]) -> dict[str, int]:
-    """Return a checksum for each attribute of `owners` that is a number, text, container or None. `changed` compares two such results.
+    """Return a checksum for each attribute of `owners` that is a number, text, container or None. `compare_attributes` compares two such results.
 
     The epoch of an object with `set_epoch` is left out, because the Trainer sets it. Values that cannot be pickled are left out
     too, and so are values whose pickle is larger than a megabyte, not counting tensors and arrays.
@@ -290,7 +290,7 @@ class _Pickler(pickle.Pickler):
         return type(value).__name__, str(value.dtype), tuple(value.shape), value[corner].tolist() if is_near else None
 
 
-def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+def compare_attributes(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Compare two results of `attributes`: return the attributes whose checksums differ, as texts `Class.attribute`."""
     return sorted(name.partition(".")[2] for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 

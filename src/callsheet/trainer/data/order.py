@@ -45,7 +45,7 @@ class Order:
                 source = iter(self._source)
             else:
                 source = chain([first], source)
-        self._drawn = self._noted(source) if self._is_checked else source
+        self._drawn = self._record_checksums(source) if self._is_checked else source
 
     def skip(self, count: int, epoch: int | None) -> None:
         """Draw and discard `count` batches of indices without loading samples. Raise ConfigError if the epoch has fewer batches."""
@@ -68,7 +68,7 @@ class Order:
             return True
         return all(one == other for one, other in zip(self._checksums[saved["first"] :], saved["checksums"], strict=False))
 
-    def _noted(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _record_checksums(self, source: Iterator[Any]) -> Iterator[Any]:
         checksum = 0
         for indices in source:
             checksum = zlib.crc32(repr(indices).encode(), checksum)

@@ -31,7 +31,7 @@ from callsheet.trainer.data.loaders import (
     set_loader_epoch,
 )
 from callsheet.trainer.data.order import Order
-from callsheet.trainer.data.seeded import SeededDataset, SeededStream, cpu_random_state, mixed
+from callsheet.trainer.data.seeded import SeededDataset, SeededStream, cpu_random_state, mix
 from callsheet.trainer.data.strategies import SharedBatches, empty_ranks
 
 logger = logging.getLogger("callsheet")
@@ -72,12 +72,12 @@ class PreshardedData:
         self._at_start: dict[str, Any] | None = None
         self._shared: _PreshardedBatches | None = None
         self._warned: set[str] = set()
-        self.length = self._agreed_length()
+        self.length = self._agree_on_length()
 
     def begin(self, epoch: int | None, start: Mapping[str, Any] | None = None) -> Iterator[Any]:
         """Return the batches of an epoch, and store the random states at its start."""
         if start is None:
-            return self._shared_out(self._open(epoch), 0)
+            return self._share_batches(self._open(epoch), 0)
         restore_random_state_of(self._given, start)
         has_states = restore_samplers(self._given, start, self._argument)
         self._warn_of_workers(is_new_epoch=True)
@@ -86,7 +86,7 @@ class PreshardedData:
             # Therefore, start the workers here, and then restore the random states.
             iter(self._loader)
             restore_random_state_of(self._given, start)
-        return self._shared_out(self._open(epoch, start if has_states else None), 0)
+        return self._share_batches(self._open(epoch, start if has_states else None), 0)
 
     def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, return the remaining batches of an epoch. The class docstring says how the position is reached."""
@@ -94,11 +94,11 @@ class PreshardedData:
         restore_random_state_of(loader, start)
         if saved["has_ended"]:  # when the state was saved, this rank had no batches left in the epoch, but other ranks had
             self._at_start = start
-            return self._shared_out(iter(()), taken, has_ended=True)
+            return self._share_batches(iter(()), taken, has_ended=True)
         if saved["loader"] is not None and hasattr(loader, "load_state_dict") and not self._must_redraw(saved["loader"]):
             self._warn_of_workers(is_new_epoch=False)
             self._loader.load_state_dict(saved["loader"])
-            return self._shared_out(self._open(epoch), taken)
+            return self._share_batches(self._open(epoch), taken)
         restored = start if restore_samplers(loader, start, self._argument) else None
         self._warn_of_workers(is_new_epoch=False)
         if taken and self._can_skip():
@@ -109,7 +109,7 @@ class PreshardedData:
         self._at_start = start
         if self._order is not None and not self._order.is_at(saved["order"]):
             self._warn_of_order()
-        return self._shared_out(batches, taken)
+        return self._share_batches(batches, taken)
 
     def position(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch, for a checkpoint.
@@ -125,7 +125,7 @@ class PreshardedData:
             "order": self._order.position(taken) if self._order is not None else None,
         }
 
-    def left(self, taken: int) -> int | None:
+    def count_remaining(self, taken: int) -> int | None:
         """Return how many batches of the epoch are left, or None if the length is unknown.
 
         The length is that of the rank with the most batches; the other ranks get fillers.
@@ -152,13 +152,13 @@ class PreshardedData:
             if not is_persistent:
                 return loader
         elif is_stream:
-            changes["dataset"] = self._wrapper = SeededStream(loader.dataset, mixed(self._seed, self._groups.rank))
+            changes["dataset"] = self._wrapper = SeededStream(loader.dataset, mix(self._seed, self._groups.rank))
         else:
             source = self._order = Order(source, is_checked=is_checked)
             if is_persistent and not isinstance(loader.dataset, SeededDataset):
                 changes["dataset"] = self._wrapper = SeededDataset(loader.dataset, self._seed)
         if is_persistent:
-            changes["generator"] = torch.Generator().manual_seed(mixed(self._seed))
+            changes["generator"] = torch.Generator().manual_seed(mix(self._seed))
         if is_stream:
             changes |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         elif loader.batch_sampler is not None:
@@ -270,7 +270,7 @@ class PreshardedData:
             self._warned.add(what)
             logger.warning("%s: %s", self._argument, what)
 
-    def _shared_out(self, batches: Iterator[Any], taken: int, *, has_ended: bool = False) -> Iterator[Any]:
+    def _share_batches(self, batches: Iterator[Any], taken: int, *, has_ended: bool = False) -> Iterator[Any]:
         if self._groups.size == 1:
             return batches
         self._shared = _PreshardedBatches(batches, self._groups, self._argument, length_of(self._given), taken, self._first_again)
@@ -287,7 +287,7 @@ class PreshardedData:
         restore_random_state_of(self._given, now)
         return first
 
-    def _agreed_length(self) -> int | None:
+    def _agree_on_length(self) -> int | None:
         length = length_of(self._given)
         longest, is_unknown, is_empty = self._groups.max([length or 0, length is None, length == 0])
         if is_empty:

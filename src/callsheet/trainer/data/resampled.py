@@ -73,7 +73,7 @@ class ResampledData:
             restore_random_state_of(self._given, start)
             restore_samplers(self._given, start, self._argument)
         self._draw(epoch, 0, 0)
-        return self._opened()
+        return self._open()
 
     def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, return the remaining batches of an epoch. The number of ranks may have changed since the epoch began.
@@ -86,13 +86,13 @@ class ResampledData:
                 f"{self._argument} has {self._sampler.length} samples in epoch {epoch}, in another order than the {saved['in_all']} of the "
                 "checkpoint that was saved in the middle of it: is this the same dataset and sampler?"
             )
-        return self._opened()
+        return self._open()
 
     def position(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch, for a checkpoint: how many samples were trained on, and a digest of the order."""
         return {"position": self._position(taken), "in_all": self.in_all, "order": digest(self._sampler.order)}
 
-    def left(self, taken: int) -> int:
+    def count_remaining(self, taken: int) -> int:
         """Return the number of global batches that are left in the epoch."""
         return self._split.count(self._sampler.length - self._position(taken))
 
@@ -108,7 +108,7 @@ class ResampledData:
         self._sampler.begin(epoch, position)
         self._check_order()
 
-    def _opened(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[Any]:
         return _ResampledBatches(iter(self._loader), self._sampler.shares())
 
     def _check_order(self) -> None:

@@ -18,7 +18,7 @@ from callsheet.trainer.data.loaders import (
     samplers,
     set_loader_epoch,
 )
-from callsheet.trainer.data.seeded import RandomStream, mixed
+from callsheet.trainer.data.seeded import RandomStream, mix
 from callsheet.trainer.data.strategies import CountSamples, SharedBatches
 
 
@@ -53,7 +53,7 @@ class RoundRobinData:
         if start is not None:
             restore_random_state_of(self._loader, start)
             restore_samplers(self._loader, start, self._argument)
-        return self._open(epoch, RandomStream(mixed(self._seed, epoch or 0)), 0)
+        return self._open(epoch, RandomStream(mix(self._seed, epoch or 0)), 0)
 
     def resume(self, epoch: int, taken: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Any]:
         """After a resume, load the dataloader's position or draw the earlier batches again, and return the epoch's remaining batches.
@@ -63,7 +63,7 @@ class RoundRobinData:
         keeps_position = saved["loader"] is not None and hasattr(self._loader, "load_state_dict")
         if keeps_position:
             self._loader.load_state_dict(saved["loader"])
-        stream = RandomStream(mixed(self._seed, epoch))
+        stream = RandomStream(mix(self._seed, epoch))
         batches = self._open(epoch, stream, saved["drawn"])
         if keeps_position:
             stream.state = dict(saved["stream"])
@@ -80,7 +80,7 @@ class RoundRobinData:
             "stream": self._batches.stream.state,
         }
 
-    def left(self, taken: int) -> int | None:
+    def count_remaining(self, taken: int) -> int | None:
         """Return how many batches of the epoch this rank has left."""
         drawn = self._batches.drawn if self._batches is not None else 0
         return math.ceil((self.in_all - drawn) / self._groups.size) if self.in_all is not None else None
@@ -89,7 +89,7 @@ class RoundRobinData:
         if epoch is not None:
             set_loader_epoch(self._loader, epoch)
         for generator in generators(self._loader, *samplers(self._loader)):
-            generator.manual_seed(mixed(self._seed, epoch or 0))
+            generator.manual_seed(mix(self._seed, epoch or 0))
         with stream:
             batches = iter(self._loader)
         self._batches = _RoundRobinBatches(batches, stream, self._groups, drawn, self._count_samples)

@@ -15,13 +15,13 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from callsheet.core.randomness import restore_random_state
 from callsheet.errors import ConfigError
-from callsheet.trainer.data.loaders import attributes, chain_of, changed
+from callsheet.trainer.data.loaders import attributes, chain_of, compare_attributes
 from callsheet.trainer.data.own_generators import own_generators, seed_generators
 
 _MASK_OF_64_BITS = (1 << 64) - 1
 
 
-def mixed(*numbers: int) -> int:
+def mix(*numbers: int) -> int:
     """Mix several numbers into one number of 64 bits.
 
     Each bit of the result depends on all of the numbers (splitmix64; Steele, Lea, Flood 2014).
@@ -128,7 +128,7 @@ class _Seeds:
                 for dataset in chain_of(self.dataset):
                     if hasattr(dataset, "set_epoch"):
                         dataset.set_epoch(epoch)
-        number = mixed(self.seed, epoch, *numbers)
+        number = mix(self.seed, epoch, *numbers)
         seed_states(number)
         if self._own:
             seed_generators(self._own, number)
@@ -188,11 +188,11 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        with self._restored():
+        with self._preserve_random_state():
             return self._sample(index)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with self._restored():
+        with self._preserve_random_state():
             if getattr(self.dataset, "__getitems__", None):
                 self._seeds.begin(_number(indices[0]))
                 return self.dataset.__getitems__(indices)
@@ -203,7 +203,7 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _preserve_random_state(self) -> Iterator[None]:
         if get_worker_info() is not None:  # a worker only loads samples, so its random states need not be restored
             yield
             return
@@ -251,7 +251,7 @@ class SeededStream(IterableDataset[Any]):
         now = attributes(chain_of(self.dataset))
         if self._attributes is None:
             vars(self)["_attributes"] = now
-        elif changed(self._attributes, now):
+        elif compare_attributes(self._attributes, now):
             self._seeds.note()
         return iter(self.dataset)
 

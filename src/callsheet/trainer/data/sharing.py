@@ -56,7 +56,7 @@ def sharing_of(
 
 
 class SharedLoader:
-    """An iterable over this rank's part of a dataloader. Each iteration starts from the beginning; see `shared`."""
+    """An iterable over this rank's part of a dataloader. Each iteration starts from the beginning; see `share_loader`."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
@@ -71,7 +71,7 @@ class SharedLoader:
         return batches if isinstance(batches, SharedBatches) else SharedBatches(batches)
 
 
-def shared(
+def share_loader(
     loader: Iterable[Any],
     groups: ProcessGroups,
     seed: int,

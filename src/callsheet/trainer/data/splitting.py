@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from callsheet.trainer.data.loaders import generators
-from callsheet.trainer.data.seeded import mixed, seeded
+from callsheet.trainer.data.seeded import mix, seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ShareSampler:
 
     def begin(self, epoch: int | None, start: int = 0) -> None:
         """Draw the order of an epoch. The next iteration begins at position `start` of the order."""
-        self.order, self.start = drawn_order(self._source, mixed(self._seed, epoch or 0)), start
+        self.order, self.start = draw_order(self._source, mix(self._seed, epoch or 0)), start
 
     def shares(self) -> Iterator[Share]:
         """Yield this rank's part of each global batch of the epoch, from the position that was passed to `begin`."""
@@ -105,7 +105,7 @@ class ShareSampler:
         return self.split.count(self.length)
 
 
-def drawn_order(source: Any, seed: int) -> Sequence[Any]:
+def draw_order(source: Any, seed: int) -> Sequence[Any]:
     """Return the order that the sampler yields after all random states and the sampler's generators have been seeded.
 
     The states are restored afterwards.

@@ -60,7 +60,7 @@ class Sharing(Protocol):
     def position(self, taken: int) -> dict[str, Any]:
         """Return the position in the epoch after `taken` batches, as plain data and tensors."""
 
-    def left(self, taken: int) -> int | None:
+    def count_remaining(self, taken: int) -> int | None:
         """Return how many batches this rank has left in the epoch."""
 
 
