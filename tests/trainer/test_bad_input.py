@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ other_model = nn.Linear(2, 1)
         ({"train_dataloader": []}, r"train_dataloader has no batches"),
         ({"train_dataloader": list}, r"train_dataloader has no batches"),
         ({"train_dataloader": stream()}, r"train_dataloader is an iterator.*give a dataloader, a list, or a function"),
-        ({"train_dataloader": lambda one=stream(): one}, r"train_dataloader is an iterator"),
+        ({"train_dataloader": itertools.repeat(stream()).__next__}, r"train_dataloader is an iterator"),
         ({"train_dataloader": 3}, r"train_dataloader is int, which cannot be iterated over; give a dataloader"),
         ({"eval_dataloader": []}, r"eval_dataloader.* has no batches"),
         ({"eval_dataloader": {"good": some_data(), "poor": stream()}}, r"eval_dataloader 'poor' is an iterator"),
