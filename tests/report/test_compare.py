@@ -25,7 +25,7 @@ from callsheet.report import RunFolder
 from callsheet.report.compare.anatomy import anatomy_of
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.gate import Condition, judge
-from callsheet.report.compare.tables import written
+from callsheet.report.compare.tables import format_tables
 from callsheet.report.compare.values import Value, better, difference, values_of
 from callsheet.report.notes import change_notes
 
@@ -288,12 +288,12 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     run = RunFolder.read(folder)
     comparison = Comparison([run, run])
     for form in ("text", "markdown", "latex"):
-        text = written(comparison, form)
+        text = format_tables(comparison, form)
         assert "\x1b" not in text
-    assert "<script>" not in written(comparison, "markdown")
-    assert r"\$x \& \_y\% \{z\}" in written(comparison, "latex")
+    assert "<script>" not in format_tables(comparison, "markdown")
+    assert r"\$x \& \_y\% \{z\}" in format_tables(comparison, "latex")
     assert all(
-        not cell.startswith(("=", "+", "@")) for row in csv.reader(io.StringIO(written(comparison, "csv"))) for cell in row
+        not cell.startswith(("=", "+", "@")) for row in csv.reader(io.StringIO(format_tables(comparison, "csv"))) for cell in row
     )
 
 
@@ -303,7 +303,7 @@ def test_an_empty_or_truncated_run_can_be_compared(name: str, tmp_path: Path, ru
     folder.mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1, "values": {"train/loss": "NaN"}}\n{"st' if name == "torn" else "")
     (folder / "environment.json").write_text('{"git": [], "packages": 3, "hardware": null, "command": "x"}')
-    text = written(Comparison([RunFolder.read(folder), RunFolder.read(runs / "lr0.05-0")]), "text")
+    text = format_tables(Comparison([RunFolder.read(folder), RunFolder.read(runs / "lr0.05-0")]), "text")
     assert name in text
     assert "lr0.05-0" in text
     assert "Runs" in text

@@ -14,7 +14,7 @@ from callsheet.cli.main import main
 from callsheet.report import RunFolder
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.page import comparison_page, data, write_comparison
-from callsheet.report.compare.tables import written
+from callsheet.report.compare.tables import format_tables
 
 from .compared_runs import STARTED, write_run, write_timeline
 from .sample_run import HOSTILE
@@ -108,7 +108,7 @@ def test_a_change_of_the_anatomy_may_be_noise(tmp_path: Path) -> None:
     comparison = compared(*runs[:2])
     assert comparison.timed_steps() == [2, 2]
     assert {row["name"]: row["cells"] for row in comparison.anatomy()}["forward"][1]["mark"] == "noise"
-    text = written(comparison, "text")
+    text = format_tables(comparison, "text")
     assert re.search(r"\n  timed steps +2 +2\n", text)
     assert "50, 45.5 %, +25 %, may be noise" in text
 
@@ -118,7 +118,7 @@ def test_problems_are_in_text_and_json(tmp_path: Path) -> None:
     comparison = compared(good, bad)
     (problem,) = [each for each in comparison.to_dict()["problems"] if each["level"] == "error"]
     assert list(problem["runs"]) == ["bad"]
-    assert re.search(rf"\n  error +{re.escape(problem['title'])} +bad\n", f"{written(comparison, 'text')}\n")
+    assert re.search(rf"\n  error +{re.escape(problem['title'])} +bad\n", f"{format_tables(comparison, 'text')}\n")
 
 
 def test_the_data_have_problems_evaluations_and_checkpoints_of_each_run(tmp_path: Path) -> None:

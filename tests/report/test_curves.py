@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from callsheet import MetricsRecord
 from callsheet.report import RunFolder
 from callsheet.report.contents import contents
-from callsheet.report.curves import MAX_POINTS_PER_CURVE, OTHERS_FAMILY, curves, families, thinned
+from callsheet.report.curves import MAX_POINTS_PER_CURVE, OTHERS_FAMILY, curves, families, select_points
 
 SPLITS = ["train", "validation"]
 
 
 @given(ys=st.lists(st.floats(), max_size=300), most=st.integers(10, 60))
 def test_thinning_keeps_the_ends_and_the_extremes(ys: list[float], most: int) -> None:
-    kept = thinned(range(len(ys)), ys, most)
+    kept = select_points(range(len(ys)), ys, most)
     assert len(kept) <= max(most, 0)
     assert kept == sorted(set(kept))
     if len(ys) <= most:

@@ -14,7 +14,7 @@ from callsheet.loggers.support.json_text import json_text
 from callsheet.report.compare.comparison import Comparison
 from callsheet.report.compare.gate import Condition, Verdict, judge
 from callsheet.report.compare.page import write_comparison
-from callsheet.report.compare.tables import Format, written
+from callsheet.report.compare.tables import Format, format_tables
 from callsheet.report.index import runs_in
 from callsheet.report.run_folder import RunFolder
 from callsheet.report.run_page import plain
@@ -61,7 +61,7 @@ def compare(
             return paths[0], False
     if as_json:
         return json_text(plain(comparison.to_dict(metrics)), indent=1), fails
-    return written(comparison, form or "text", metrics=metrics), fails
+    return format_tables(comparison, form or "text", metrics=metrics), fails
 
 
 def _read(folder: Path) -> RunFolder:

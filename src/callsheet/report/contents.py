@@ -36,8 +36,8 @@ def contents(run: RunFolder) -> dict[str, Any]:
         "problems": [asdict(problem) for problem in problems(run)],
         **curves(run),
         "marks": _marks(run, evaluations),
-        "windows": [_window(window) for window in _chosen(run.windows)],
-        "windows_left_out": len(run.windows) - len(_chosen(run.windows)),
+        "windows": [_window(window) for window in _select_windows(run.windows)],
+        "windows_left_out": len(run.windows) - len(_select_windows(run.windows)),
         "costs": costs_table(run.costs),
         "results": _final_results(run.results),
         "evaluations": _evaluations(evaluations),
@@ -65,12 +65,12 @@ def _settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
     return found
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return nested settings as a flat list of (dotted name, text), in the same order."""
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, Mapping) and value and prefix.count(".") < 20:
-            found += flattened(value, f"{prefix}{name}.")
+            found += flatten(value, f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", cell_text(value)))
     return found
@@ -101,7 +101,7 @@ def _run(run: RunFolder) -> dict[str, Any]:
         "ranks": cell_text(start.get("world_size")),
         "host": cell_text(start.get("host")),
         "pid": cell_text(start.get("pid")),
-        "versions": [(name, text) for name, text in flattened(versions) if text][:20] if isinstance(versions, dict) else [],
+        "versions": [(name, text) for name, text in flatten(versions) if text][:20] if isinstance(versions, dict) else [],
     }
 
 
@@ -158,7 +158,7 @@ def _marks(run: RunFolder, evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _chosen(windows: list[Window]) -> list[Window]:
+def _select_windows(windows: list[Window]) -> list[Window]:
     """Return as many timing windows (groups of timed steps) as fit into a page. The first and the last are always included."""
     most = _MAX_WINDOWS
     while most > 2 and sum(len(window.slices) for window in evenly(windows, most)) > _MAX_SLICES:
@@ -315,7 +315,7 @@ def _checkpoint_text(event: dict[str, Any]) -> str:
 
 def _evaluation_text(event: dict[str, Any]) -> str:
     results = event.get("results")
-    found = flattened(results) if isinstance(results, dict) else []
+    found = flatten(results) if isinstance(results, dict) else []
     return ", ".join(f"{name.replace('.', '/', 1)} {number(value):.5g}" for name, value in found[:20])
 
 
@@ -337,7 +337,7 @@ def _end_text(event: dict[str, Any]) -> str:
 
 def _other_text(event: dict[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in ("event", "time", "step", "epoch")}
-    return ", ".join(f"{name} {text}" for name, text in flattened(fields)[:30] if text)
+    return ", ".join(f"{name} {text}" for name, text in flatten(fields)[:30] if text)
 
 
 def _last_part(path: str) -> str:

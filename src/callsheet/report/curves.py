@@ -46,7 +46,7 @@ def curves(run: RunFolder) -> dict[str, Any]:
     known = axis(run, most=2 * MAX_POINTS_PER_CURVE)
     return {
         "axis": {name: known[name] for name in ("step", "seconds", "tokens")},
-        "curves": {name: drawn_curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
+        "curves": {name: draw_curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
         "families": families(without_doubles(points), splits_of(run)),
     }
 
@@ -77,7 +77,7 @@ def splits_of(run: RunFolder) -> list[str]:
     return list(dict.fromkeys([*_SPLITS, *evaluated]))
 
 
-def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
+def select_points(xs: Sequence[float], ys: Sequence[float], most: int) -> list[int]:
     """Return the indices of at most `most` points of a curve, chosen so that the thinned curve looks the same.
 
     They are the first point, the last point and, from each section of the curve, the least value, the greatest value, and one value
@@ -188,12 +188,12 @@ def _add(
         found[name] = ([record.step for record in measured], [float(value(record)) for record in measured])
 
 
-def drawn_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
+def draw_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
     """Return a curve in the form that `curves` returns, with at most `most` points, rounded to `digits` digits.
 
     Nine digits are enough for float32.
     """
-    places = thinned(steps, values, most)
+    places = select_points(steps, values, most)
     odd: list[tuple[int, str]] = []
     if not all(map(math.isfinite, values)):
         odd = [(step, odd_name(value)) for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
@@ -237,7 +237,7 @@ def axis(run: RunFolder, *, most: int) -> dict[str, list[float]]:
         # If a step has two records, the first is of training and the second is of an evaluation. Keep the first.
         at.setdefault(record.step, (record.elapsed_seconds, counted["time/token"], counted["time/sample"], moment - run.started))
     steps = sorted(at)
-    places = thinned(steps, [at[step][0] for step in steps], most)
+    places = select_points(steps, [at[step][0] for step in steps], most)
     kept = [steps[place] for place in places]
     is_dated = all(math.isfinite(at[step][3]) for step in kept)
     return {

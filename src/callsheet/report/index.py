@@ -149,22 +149,22 @@ def runs_in(
     wanted = _Wanted(*(None if names is None else sorted(set(names)) for names in (metrics, settings)))
     try:
         try:
-            return Runs(_kept(path, wanted))
+            return Runs(_read_with_index(path, wanted))
         except sqlite3.DatabaseError as error:
             if not isinstance(error, _Damaged) and not getattr(error, "sqlite_errorname", "").startswith(_DAMAGE_ERRORS):
                 raise
             logger.debug("%s is damaged (%s); it is rebuilt", path / INDEX, error)
             _remove(path / INDEX)
-            return Runs(_kept(path, wanted))
+            return Runs(_read_with_index(path, wanted))
     except (sqlite3.Error, OSError) as error:
         note = f"no index is kept in {path}: {error}"
         try:
             with closing(_in_memory(path / INDEX)) as index:
-                return Runs(_refreshed(index, path, wanted), note)
+                return Runs(_refresh_index(index, path, wanted), note)
         except sqlite3.DatabaseError as damage:
             logger.debug("%s is damaged (%s); all runs are read again", path / INDEX, damage)
             with closing(_empty_in_memory()) as index:
-                return Runs(_refreshed(index, path, wanted), note)
+                return Runs(_refresh_index(index, path, wanted), note)
 
 
 class _Wanted(NamedTuple):
@@ -174,12 +174,12 @@ class _Wanted(NamedTuple):
     settings: list[str] | None
 
 
-def _kept(folder: Path, wanted: _Wanted) -> list[RunRow]:
-    with closing(_opened(folder / INDEX)) as index:
-        return _refreshed(index, folder, wanted)
+def _read_with_index(folder: Path, wanted: _Wanted) -> list[RunRow]:
+    with closing(_open_index(folder / INDEX)) as index:
+        return _refresh_index(index, folder, wanted)
 
 
-def _refreshed(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list[RunRow]:
+def _refresh_index(index: sqlite3.Connection, folder: Path, wanted: _Wanted) -> list[RunRow]:
     """Read the runs that have changed, write them to the index, and return the index's rows of all runs."""
     known = {name: (version, outcome) for name, version, outcome in index.execute("SELECT name, version, outcome FROM runs")}
     names = set(run_names(folder))
@@ -271,27 +271,27 @@ def _storable(value: object) -> object:
 
 def _rows(index: sqlite3.Connection, wanted: _Wanted) -> Iterator[RunRow]:
     metrics: dict[str, dict[str, MetricRow]] = {}
-    for run, name, *values in _selected(index, "metrics", _METRIC_COLUMNS, wanted.metrics):
-        metrics.setdefault(run, {})[name] = MetricRow(**_named(_METRIC_COLUMNS, values))
+    for run, name, *values in _select_rows(index, "metrics", _METRIC_COLUMNS, wanted.metrics):
+        metrics.setdefault(run, {})[name] = MetricRow(**_values_by_column(_METRIC_COLUMNS, values))
     found_settings: dict[str, dict[str, str]] = {}
-    for run, name, value in _selected(index, "settings", ("value",), wanted.settings):
+    for run, name, value in _select_rows(index, "settings", ("value",), wanted.settings):
         found_settings.setdefault(run, {})[name] = value
     for found in index.execute(f"SELECT {', '.join(_RUN_COLUMNS)} FROM runs ORDER BY started DESC, name"):
-        row = _named(_RUN_COLUMNS, found)
+        row = _values_by_column(_RUN_COLUMNS, found)
         row["is_archived"] = bool(row["is_archived"])
         yield RunRow(**row, metrics=metrics.get(row["name"], {}), settings=found_settings.get(row["name"], {}))
 
 
-def _selected(index: sqlite3.Connection, table: str, columns: Iterable[str], wanted: list[str] | None) -> sqlite3.Cursor:
+def _select_rows(index: sqlite3.Connection, table: str, columns: Iterable[str], wanted: list[str] | None) -> sqlite3.Cursor:
     where = "" if wanted is None else f"WHERE name IN ({', '.join('?' * len(wanted))})"
     return index.execute(f"SELECT run, name, {', '.join(columns)} FROM {table} {where} ORDER BY name", wanted or ())
 
 
-def _named(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
+def _values_by_column(columns: Iterable[str], values: Iterable[Any]) -> dict[str, Any]:
     return {column: math.nan if value is None else value for column, value in zip(columns, values, strict=True)}
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open_index(path: Path) -> sqlite3.Connection:
     """Open the index file and create its tables if needed. Raise sqlite3.Error or OSError if that is impossible."""
     _check_plain_files(path)
     index = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_SECONDS, isolation_level=None)

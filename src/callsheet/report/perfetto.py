@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from callsheet.core.costs import Window
-from callsheet.report.curves import thinned
+from callsheet.report.curves import select_points
 from callsheet.report.lines import moment as moment_of
 from callsheet.report.run_folder import RunFolder
 
@@ -96,6 +96,6 @@ def _counters(run: RunFolder, began: float) -> Iterator[dict[str, Any]]:
                     values.append(value)
     for name in sorted(points, key=lambda name: (not name.startswith(("train/", "validation/")), name))[:_MAX_COUNTERS]:
         times, values = points[name]
-        for place in thinned(times, values, _MAX_POINTS_PER_COUNTER):
+        for place in select_points(times, values, _MAX_POINTS_PER_COUNTER):
             at = round((times[place] - began) * 1e6, 3)
             yield {"ph": "C", "pid": _PROCESS_ID, "name": name, "ts": at, "args": {"value": values[place]}}

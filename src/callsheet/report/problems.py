@@ -42,7 +42,7 @@ def problems(run: RunFolder) -> list[Problem]:
         *_memory(run),
         *_resumes(run),
         *_costly(run),
-        *_logged(run),
+        *_logs(run),
         *_reading(run),
     ]
     order = ("error", "warning", "note")
@@ -110,7 +110,7 @@ def _not_finite(run: RunFolder) -> Iterator[Problem]:
                 counted[2] += 1
     if odd:
         lines = [f"{name}: {_times(times)}, first {value} at step {step}" for name, (step, value, times) in odd.items()]
-        yield Problem("error", f"Values that are not finite, of {_several(len(odd), 'metric')}", _listed(lines, _MAX_NAMES))
+        yield Problem("error", f"Values that are not finite, of {_several(len(odd), 'metric')}", _join_lines(lines, _MAX_NAMES))
     for checkpoint in run.checkpoints:
         if checkpoint.get("is_finite") is False:
             yield Problem(
@@ -150,11 +150,11 @@ def _costly(run: RunFolder) -> Iterator[Problem]:
             )
 
 
-def _logged(run: RunFolder) -> Iterator[Problem]:
+def _logs(run: RunFolder) -> Iterator[Problem]:
     for name, text in run.logs.items():
         lines = [line.strip() for line in text.splitlines() if _PROBLEM_LINE_PATTERN.search(line)]
         if lines:
-            shown = _listed([_cut(line) for line in lines[-_MAX_LINES:]], _MAX_LINES)
+            shown = _join_lines([_cut(line) for line in lines[-_MAX_LINES:]], _MAX_LINES)
             yield Problem("note", f"Warnings or errors in {_several(len(lines), 'line')} of {name}", shown)
 
 
@@ -188,7 +188,7 @@ def _several(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
-def _listed(lines: list[str], most: int) -> str:
+def _join_lines(lines: list[str], most: int) -> str:
     more = [f"and {len(lines) - most:,} more"] if len(lines) > most else []
     return "\n".join([*lines[:most], *more])
 

@@ -67,12 +67,12 @@ class _Extremes:
 
         Earlier records that were left out may then be missing, because records with more extreme values have replaced them.
         """
-        earlier = [each for each in self.found() if each.number < number]
+        earlier = [each for each in self.kept_records() if each.number < number]
         self._lowest, self._highest, self._last = {}, {}, {}
         for each in earlier:
             self.add(each)
 
-    def found(self) -> list[_Numbered]:
+    def kept_records(self) -> list[_Numbered]:
         """Return the kept records in the order in which they were added."""
         found = {each.number: each for each in self._last.values()}
         for extremes in (self._lowest, self._highest):
@@ -108,7 +108,7 @@ class RecordLines:
 
         Even if records were left out, the lowest, the highest and the last value of each metric are among them.
         """
-        extremes = self._extremes.found()
+        extremes = self._extremes.kept_records()
         if not extremes:
             return list(self._kept), list(self.times)
         kept = map(_Numbered, self._numbers, self._kept, self.times)

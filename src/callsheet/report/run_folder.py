@@ -420,9 +420,11 @@ def _checkpoint(event: dict[str, Any]) -> dict[str, Any]:
 
 def _report(line: dict[str, Any]) -> CostReport | None:
     try:
-        costs = tuple(_built(Cost, cost) for cost in line["costs"])
-        failures = tuple(_built(Failures, each) for each in line.get("failures") or ())
-        report: CostReport = _built(CostReport, line | {"costs": (), "failures": ()})._replace(costs=costs, failures=failures)
+        costs = tuple(_make_named_tuple(Cost, cost) for cost in line["costs"])
+        failures = tuple(_make_named_tuple(Failures, each) for each in line.get("failures") or ())
+        report: CostReport = _make_named_tuple(CostReport, line | {"costs": (), "failures": ()})._replace(
+            costs=costs, failures=failures
+        )
     except (KeyError, TypeError, ValueError, OverflowError):  # the line is not a report of costs
         return None
     return report
@@ -434,7 +436,7 @@ def _window(line: dict[str, Any]) -> Window | None:
             Slice(str(name), float(begin), float(seconds), int(step), str(callback))
             for name, begin, seconds, step, callback in line["slices"][:_MAX_SLICES_PER_WINDOW]
         )
-        window: Window = _built(Window, line | {"slices": ()})
+        window: Window = _make_named_tuple(Window, line | {"slices": ()})
         is_usable = all(map(_is_usable, (*slices, _whole_of(window)))) and abs(window.last_step) <= _MAX_STEP
     except (KeyError, TypeError, ValueError, OverflowError):  # the line does not contain the timed spans of some steps
         return None
@@ -459,7 +461,7 @@ def _converters(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
     return {name: hint if hint in (str, int, float, bool) else tuple for name, hint in get_type_hints(kind).items()}
 
 
-def _built(kind: type[Any], values: dict[str, Any]) -> Any:
+def _make_named_tuple(kind: type[Any], values: dict[str, Any]) -> Any:
     """Make a named tuple from plain values, which are converted to the fields' types. Missing fields get their defaults."""
     return kind(**{name: convert(values[name]) for name, convert in _converters(kind).items() if name in values})  # type: ignore[arg-type]  # a class is hashable
 

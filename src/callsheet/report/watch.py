@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, "text/html", _ENTRY_PAGE.encode(), {"Set-Cookie": cookie})
             return
         self._check_cookie()
-        watched, path = self._watched_at(path)
+        watched, path = self._find_watched(path)
         if path == "/":
             nonce = secrets.token_urlsafe(16)
             self._send(HTTPStatus.OK, "text/html", watched.page(self.server.form_token, nonce), nonce=nonce)
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, path: str, _: dict[str, list[str]]) -> None:
         self._check_cookie()
-        watched, path = self._watched_at(path)
+        watched, path = self._find_watched(path)
         if path != "/act" or isinstance(watched, LiveComparison):
             raise _Rejected(HTTPStatus.NOT_FOUND, "there is nothing here")
         if self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, f"the request cannot be written: {error}") from error
         self._send(HTTPStatus.OK, "application/json", json.dumps({"message": message}).encode())
 
-    def _watched_at(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
+    def _find_watched(self, path: str) -> tuple[LiveRun | LiveComparison, str]:
         """Return the run (or comparison) for a path, and the rest of the path. For `/run/3/act` this is run 3 and `/act`."""
         watched = self.server.watched
         if isinstance(watched, LiveComparison) and (found := _RUN_PATH_PATTERN.fullmatch(path)):

@@ -211,7 +211,7 @@ def _groups(names: Sequence[str], given: Sequence[Mapping[str, Mapping[str, str]
         known = dict.fromkeys(name for each in given for group in _GROUPS_IN_NAMES for name in each[group])
         if group_by not in known:
             raise ConfigError(f"--group-by {group_by}: no run has this setting{did_you_mean(group_by, known)}")
-        return [f"{_last_part(group_by)}={_found(each, group_by) or '(none)'}" for each in given]
+        return [f"{_last_part(group_by)}={_find_value(each, group_by) or '(none)'}" for each in given]
     silent = [name for name, each in zip(names, given, strict=True) if not any(each[group] for group in _GROUPS_IN_NAMES)]
     if silent and len(names) > 1:
         raise ConfigError(
@@ -238,5 +238,5 @@ def _last_part(setting: str) -> str:
     return setting.rpartition(".")[2]
 
 
-def _found(each: Mapping[str, Mapping[str, str]], name: str) -> str:
+def _find_value(each: Mapping[str, Mapping[str, str]], name: str) -> str:
     return next((each[group][name] for group in _GROUPS_IN_NAMES if name in each[group]), "")

@@ -30,7 +30,7 @@ _VALUES_TITLE = "Values"
 """The title of the table of metrics. If the user chooses metrics, this is the only table."""
 
 
-def written(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
+def format_tables(comparison: Comparison, form: Format, *, metrics: Sequence[str] = ()) -> str:
     """Return the tables of a comparison as text. As CSV, return only the table of values, with a row for each metric and group.
 
     Args:

@@ -14,7 +14,7 @@ from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.imports import huggingface, lightning, mlflow, tensorboard, trackio, wandb
 from callsheet.report.imports.imported_run import ImportedRun
 from callsheet.report.imports.source import Source
-from callsheet.report.imports.write import Imported, Origin, renamed, write
+from callsheet.report.imports.write import Imported, Origin, rename_metrics, write
 
 __all__ = ["KINDS", "Imported", "import_runs", "importing"]
 
@@ -89,7 +89,7 @@ def importing(
                 empty.append("; ".join([f"{run.name} of {source.path} has nothing to import", *run.warnings]))
                 continue
             metrics |= dict.fromkeys(run.metrics.names)
-            used |= set(renamed(run, rename))
+            used |= set(rename_metrics(run, rename))
             yield write(run, to, Origin(found, str(source.path), run.key), name=name, taken=taken)
     if not taken:
         raise ConfigError("\n".join(empty) or f"{', '.join(map(str, given))}: there is no run to import")

@@ -66,7 +66,7 @@ def metric_names(columns: Iterable[str]) -> dict[str, str]:
     If a metric was logged both by step and by epoch, `train/loss` has the values of the steps and `train/loss_epoch` those of the
     epochs. For validation and test, `validation/loss` has the values of the epochs and `validation/loss_step` those of the steps.
     """
-    names = {column: _renamed(column) for column in columns}
+    names = {column: _rename_column(column) for column in columns}
     taken = set(names.values())
     for column, name in names.items():
         end = "_step" if name.startswith("train/") else "_epoch"
@@ -77,7 +77,7 @@ def metric_names(columns: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _renamed(column: str) -> str:
+def _rename_column(column: str) -> str:
     found = _SPLIT_PATTERN.fullmatch(column)
     return f"{_SPLIT_OF_PREFIX[found[1]]}/{found[2]}" if found else column
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from callsheet.report.imports.imported_run import ImportedRun, as_number
-from callsheet.report.imports.plain_settings import parsed_text, yaml_settings
+from callsheet.report.imports.plain_settings import parse_text, yaml_settings
 from callsheet.report.imports.source import Source
-from callsheet.report.imports.sqlite_copy import copied_database, databases, tables
+from callsheet.report.imports.sqlite_copy import copy_database, databases, tables
 from callsheet.report.lines import inside, text_of
 
 LOOKS_FOR = "the folder mlruns, or an SQLite file with MLflow's tables"
@@ -64,14 +64,14 @@ def read(source: Source) -> Iterator[ImportedRun]:
         yield _run_of_folder(folder, facts)
 
 
-def _filled(
+def _fill_run(
     run: ImportedRun, status: str, started: Any, ended: Any, params: Mapping[str, str], tags: Mapping[str, str]
 ) -> ImportedRun:
     run.name = tags.get("mlflow.runName") or run.name
     run.outcome = _OUTCOME_OF_STATUS.get(status, "")
     run.reason = "" if run.outcome == "finished" else f"MLflow's status is {status}"
     run.started, run.ended = _seconds(started), _seconds(ended)
-    run.hyperparameters = {name: parsed_text(value) for name, value in params.items()}
+    run.hyperparameters = {name: parse_text(value) for name, value in params.items()}
     own = {name: value for name, value in tags.items() if not name.startswith("mlflow.")}
     if own:
         run.hyperparameters["tags"] = own
@@ -88,7 +88,7 @@ def _seconds(milliseconds: Any) -> float:
 
 def _runs_of_database(path: Path) -> Iterator[ImportedRun]:
     columns = tables(path)["runs"]
-    with copied_database(path) as database:
+    with copy_database(path) as database:
         name = "name" if "name" in columns else "''"
         runs = database.execute(
             f"SELECT run_uuid, {name}, status, start_time, end_time FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time, run_uuid"
@@ -103,7 +103,7 @@ def _runs_of_database(path: Path) -> Iterator[ImportedRun]:
                     }
                     for table in ("params", "tags")
                 )
-                _filled(run, str(status), started, ended, params, tags)
+                _fill_run(run, str(status), started, ended, params, tags)
                 history = "SELECT key, step, value, is_nan, timestamp FROM metrics WHERE run_uuid = ? ORDER BY timestamp, rowid"
                 for key, step, value, is_nan, moment in database.execute(history, (run_id,)):
                     number = math.nan if is_nan else as_number(value)
@@ -134,7 +134,7 @@ def _run_of_folder(folder: Path, facts: Mapping[str, Any]) -> ImportedRun:
     tags = {name: text_of(folder / "tags", name, at_most=_MAX_VALUE_BYTES) for name in _names(folder / "tags")}
     number = facts.get("status")
     status = _STATUS_OF_CODE.get(number, "") if isinstance(number, int) else str(number)
-    _filled(run, status or "unknown", facts.get("start_time"), facts.get("end_time"), params, tags)
+    _fill_run(run, status or "unknown", facts.get("start_time"), facts.get("end_time"), params, tags)
     for name in _names(folder / "metrics"):
         try:
             with open(folder / "metrics" / name, encoding="utf-8", errors="replace") as file:

@@ -39,7 +39,7 @@ def _plain(value: Any, left: list[int], depth: int) -> Any:
         return "..."
 
 
-def parsed_text(text: str) -> Any:
+def parse_text(text: str) -> Any:
     """Convert texts such as `1e-3`, `True` and `None` to numbers, booleans and None. Return any other text unchanged."""
     if text in (known := {"True": True, "true": True, "False": False, "false": False, "None": None}):
         return known[text]

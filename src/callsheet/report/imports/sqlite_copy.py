@@ -44,7 +44,7 @@ def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, froz
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return {}
-        with copied_database(path) as database:
+        with copy_database(path) as database:
             names = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             return {
                 name: frozenset(column for (column,) in database.execute("SELECT name FROM pragma_table_info(?)", (name,)))
@@ -55,7 +55,7 @@ def _tables(path: Path, _version: tuple[tuple[int, int], ...]) -> dict[str, froz
 
 
 @contextmanager
-def copied_database(path: Path) -> Iterator[sqlite3.Connection]:
+def copy_database(path: Path) -> Iterator[sqlite3.Connection]:
     """Provide, for a `with` block, a connection to a temporary copy of the database. Changes in its journal are included.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from callsheet.report.imports.imported_run import ImportedRun
 from callsheet.report.imports.source import Source
-from callsheet.report.imports.sqlite_copy import copied_database, databases, tables
+from callsheet.report.imports.sqlite_copy import copy_database, databases, tables
 
 LOOKS_FOR = "an SQLite file with Trackio's tables"
 
@@ -32,7 +32,7 @@ def read(source: Source) -> Iterator[ImportedRun]:
     """
     for path in find(source):
         there = tables(path)
-        with copied_database(path) as database:
+        with copy_database(path) as database:
             key = "run_id" if "run_id" in there["metrics"] else "run_name"  # before Trackio 0.24, runs had no ids
             runs = database.execute(f"SELECT {key}, max(run_name) FROM metrics GROUP BY {key} ORDER BY min(id)").fetchall()
             for run_key, name in runs:

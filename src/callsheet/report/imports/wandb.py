@@ -79,7 +79,7 @@ class _Part:
     def _add_record(self, record: Any) -> None:
         kind, run = record.WhichOneof("record_type"), self._run
         if kind == "history":
-            self._add_history({_name(item): _parsed(item.value_json) for item in record.history.item})
+            self._add_history({_name(item): _parse_value(item.value_json) for item in record.history.item})
         elif kind == "run":
             run.name = record.run.display_name or run.name
             seconds = record.run.start_time.seconds + record.run.start_time.nanos / 1e9
@@ -113,7 +113,7 @@ class _Part:
         for item in config.update:
             name = _name(item)
             if not name.startswith("_"):
-                self._run.hyperparameters[name] = _parsed(item.value_json)
+                self._run.hyperparameters[name] = _parse_value(item.value_json)
 
 
 class _NotALogError(Exception):
@@ -124,7 +124,7 @@ def _name(item: Any) -> str:
     return item.key or ".".join(item.nested_key)
 
 
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

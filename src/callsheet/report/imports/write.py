@@ -95,7 +95,7 @@ def write(run: ImportedRun, to: Path, origin: Origin, *, name: str | None, taken
         draft.mkdir(parents=True)
         try:
             records = _write_files(run, draft, target.name, origin)
-            _put(draft, target)
+            _move_into_place(draft, target)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
@@ -123,7 +123,7 @@ def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[s
     number = 1
     while True:
         target = to / (name if number == 1 else f"{name}-{number}")
-        there = _imported_from(target)
+        there = _read_origin(target)
         if target.name not in taken and (there is None or (there.get("from"), there.get("run")) == (origin.kind, origin.run)):
             return target
         if is_fixed:
@@ -132,7 +132,7 @@ def _target(to: Path, origin: Origin, name: str, *, is_fixed: bool, taken: set[s
         number += 1
 
 
-def _imported_from(folder: Path) -> dict[str, Any] | None:
+def _read_origin(folder: Path) -> dict[str, Any] | None:
     """Return where the imported run in `folder` comes from; None if there is no such folder.
 
     Raises:
@@ -155,7 +155,7 @@ def _imported_from(folder: Path) -> dict[str, Any] | None:
     return origin
 
 
-def _put(draft: Path, target: Path) -> None:
+def _move_into_place(draft: Path, target: Path) -> None:
     """Rename the complete folder `draft` to `target`, in place of the folder of an earlier import."""
     if not target.exists():
         draft.rename(target)
@@ -187,7 +187,7 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
                 first = record.time if first != first else first
                 last = record.time if last != last else max(last, record.time)
                 elapsed = last - first
-            line = {"step": record.step, "values": record.values, **_known(elapsed_seconds=elapsed, time=record.time)}
+            line = {"step": record.step, "values": record.values, **_keep_finite(elapsed_seconds=elapsed, time=record.time)}
             metrics.write(f"{json_text(line)}\n")
             step, count = record.step, count + 1
             if evaluations is not None and (event := _evaluation(record)) is not None:
@@ -197,14 +197,14 @@ def _write_files(run: ImportedRun, folder: Path, name: str, origin: Origin) -> i
         started = moment(run.started) if math.isfinite(moment(run.started)) else first
         events = stack.enter_context(open(folder / "events.jsonl", "w", encoding="utf-8"))
         for event in [
-            {**_known(time=started), "event": "run_start", "step": 0, "run": name, "imported_from": origin.kind},
+            {**_keep_finite(time=started), "event": "run_start", "step": 0, "run": name, "imported_from": origin.kind},
             *(evaluations or ()),
             {
-                **_known(time=moment(run.ended) if math.isfinite(moment(run.ended)) else last),
+                **_keep_finite(time=moment(run.ended) if math.isfinite(moment(run.ended)) else last),
                 "event": "run_end",
                 "step": step,
                 "outcome": run.outcome or ENDED,
-                **_known(seconds=run.seconds if math.isfinite(run.seconds) else elapsed),
+                **_keep_finite(seconds=run.seconds if math.isfinite(run.seconds) else elapsed),
                 **({"reason": run.reason} if run.reason else {}),
             },
         ]:
@@ -223,7 +223,7 @@ def _date(seconds: float) -> str | None:
         return None
 
 
-def _known(**values: float) -> dict[str, float]:
+def _keep_finite(**values: float) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
@@ -236,7 +236,7 @@ def _evaluation(record: Record) -> dict[str, Any] | None:
     }
     if not found:
         return None
-    return {**_known(time=record.time), "event": "evaluation", "step": record.step, "results": {"validation": found}}
+    return {**_keep_finite(time=record.time), "event": "evaluation", "step": record.step, "results": {"validation": found}}
 
 
 def _write_images(run: ImportedRun, folder: Path) -> None:
@@ -248,7 +248,7 @@ def _write_images(run: ImportedRun, folder: Path) -> None:
         numbers[path, image.step] += 1
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(image.png)
-        line = {"step": image.step, "name": image.name, "files": [], **_known(time=image.time)}
+        line = {"step": image.step, "name": image.name, "files": [], **_keep_finite(time=image.time)}
         lines.setdefault((image.name, image.step), line)["files"].append(file)
     if lines:
         with open(folder / "images.jsonl", "w", encoding="utf-8") as out:
@@ -259,7 +259,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(f"{json_text(content, indent=1)}\n", encoding="utf-8")
 
 
-def renamed(run: ImportedRun, names: Mapping[str, str]) -> Iterator[str]:
+def rename_metrics(run: ImportedRun, names: Mapping[str, str]) -> Iterator[str]:
     """Rename metrics of the run, and yield each key of `names` that matches a metric. A key that ends with `/` matches as a prefix.
 
     Raises:
