@@ -11,7 +11,7 @@ import yaml
 from callsheet import Callback
 from callsheet.cli.main import main
 from callsheet.cli.names import with_calls, with_names
-from callsheet.cli.recipe import Prepared, prepared
+from callsheet.cli.recipe import Prepared, prepare_recipe
 from callsheet.errors import ConfigError
 
 SHOWN = ["show", "tiny.yaml"]
@@ -27,7 +27,7 @@ class Adjustable(Callback):
 
 
 def resolved(*overrides: str, recipe: str = "tiny.yaml") -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(prepared(recipe, overrides, command="show").resolved)
+    found: dict[str, Any] = yaml.safe_load(prepare_recipe(recipe, overrides, command="show").resolved)
     return found
 
 
@@ -141,7 +141,7 @@ def names_of(prepared_recipe: Prepared) -> list[tuple[str, str]]:
 
 def test_two_callbacks_of_one_class_have_their_names(recipe_folder: Path) -> None:
     Path("two.yaml").write_text(TWO)
-    prepared_recipe = prepared("tiny.yaml", ["--config", "two.yaml"], command="show")
+    prepared_recipe = prepare_recipe("tiny.yaml", ["--config", "two.yaml"], command="show")
     assert names_of(prepared_recipe) == [
         ("SpeedMonitor", ""),
         ("SpeedMonitor", "throughput/long"),
@@ -152,20 +152,20 @@ def test_two_callbacks_of_one_class_have_their_names(recipe_folder: Path) -> Non
     assert (second["class_path"], second["name"]) == ("callsheet.callbacks.SpeedMonitor", "throughput/long")
     assert second["init_args"]["window_size"] == 500
     Path("again.yaml").write_text(prepared_recipe.resolved)
-    assert names_of(prepared("again.yaml", command="show")) == names_of(prepared_recipe)
+    assert names_of(prepare_recipe("again.yaml", command="show")) == names_of(prepared_recipe)
 
 
 def test_a_callback_can_be_named_on_the_command_line(recipe_folder: Path) -> None:
     spec = '{"class_path": "callsheet.callbacks.LRMonitor", "name": "rates"}'
-    appended = prepared("tiny.yaml", [f"--callbacks+={spec}", "--callbacks+=callsheet.callbacks.LRMonitor"], command="show")
+    appended = prepare_recipe("tiny.yaml", [f"--callbacks+={spec}", "--callbacks+=callsheet.callbacks.LRMonitor"], command="show")
     assert names_of(appended)[1:3] == [("LRMonitor", "rates"), ("LRMonitor", "")]
-    assert names_of(prepared("tiny.yaml", ["--callbacks", f"[{spec}]"], command="show"))[:1] == [("LRMonitor", "rates")]
+    assert names_of(prepare_recipe("tiny.yaml", ["--callbacks", f"[{spec}]"], command="show"))[:1] == [("LRMonitor", "rates")]
 
 
 def test_a_name_is_set_on_a_nested_callback_and_on_one_with_an_argument_name(recipe_folder: Path) -> None:
     spec = """[{"class_path": "commands.test_configuration.Adjustable", "name": "outer", "init_args": {"name": "own", "inner":
         {"class_path": "callsheet.callbacks.LRMonitor", "name": "inner"}}}]"""
-    prepared_recipe = prepared("tiny.yaml", ["--callbacks", spec], command="show")
+    prepared_recipe = prepare_recipe("tiny.yaml", ["--callbacks", spec], command="show")
     (outer,) = (callback for callback in prepared_recipe.job.callbacks.callbacks if isinstance(callback, Adjustable))
     assert outer.inner is not None
     assert (outer.name, outer.inner.name) == ("outer", "inner")
@@ -307,7 +307,7 @@ def test_errors_do_not_name_the_variable_of_a_similar_or_overridden_key(
     monkeypatch.setenv("CALLSHEET_SEED", "1")
     Path("other.yaml").write_text("batch_size: 3\nsed: 2\n")
     with pytest.raises(ConfigError) as rejected:
-        prepared("pretrain", arguments, command="show")
+        prepare_recipe("pretrain", arguments, command="show")
     assert str(rejected.value).startswith(message)
     assert "CALLSHEET_" not in str(rejected.value)
 
@@ -315,12 +315,12 @@ def test_errors_do_not_name_the_variable_of_a_similar_or_overridden_key(
 def test_an_error_of_a_class_names_the_source_of_the_value(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other.yaml").write_text("seed: 1\neval_interval: 3 epochs\n")
     with pytest.raises(ConfigError, match=r"^other\.yaml:2: eval_interval='3 epochs': unknown unit"):
-        prepared("pretrain", ["--config", "other.yaml"], command="show")
+        prepare_recipe("pretrain", ["--config", "other.yaml"], command="show")
     monkeypatch.setenv("CALLSHEET_EVAL_INTERVAL", "4 epochs")
     with pytest.raises(ConfigError, match=r"^CALLSHEET_EVAL_INTERVAL: eval_interval='4 epochs': unknown unit"):
-        prepared("pretrain", command="show")
+        prepare_recipe("pretrain", command="show")
     with pytest.raises(ConfigError, match=r"^eval_interval='5 epochs': unknown unit"):
-        prepared("pretrain", ["--eval_interval", "5 epochs"], command="show")
+        prepare_recipe("pretrain", ["--eval_interval", "5 epochs"], command="show")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_an_error_in_a_nested_value_names_its_source(recipe_folder: Path, argume
     Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
     Path("list.yaml").write_text("- 3")
     with pytest.raises(ConfigError) as rejected:
-        prepared("finetune", arguments, command="show")
+        prepare_recipe("finetune", arguments, command="show")
     assert str(rejected.value).startswith(message)
     assert "\n" not in str(rejected.value)
 
@@ -357,7 +357,7 @@ def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(recipe_
         ([*step, "3", "--sed", "3"], "there is no key 'sed'; did you mean 'seed'?"),
     ):
         with pytest.raises(ConfigError) as rejected:
-            prepared("tiny.yaml", arguments, command="show")
+            prepare_recipe("tiny.yaml", arguments, command="show")
         assert str(rejected.value).startswith(message)
 
 

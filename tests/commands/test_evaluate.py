@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.cli.main import main
-from callsheet.cli.recipe import prepared
+from callsheet.cli.recipe import prepare_recipe
 from callsheet.loggers import read_metrics
 
 from .sample import contents
@@ -127,7 +127,7 @@ def test_a_mistake_in_the_file_of_an_earlier_version_is_reported_with_its_line(
 
 
 def test_a_finetuning_of_an_earlier_version_is_read(recipe_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    resolved = prepared("finetune", command="train").resolved
+    resolved = prepare_recipe("finetune", command="train").resolved
     before = resolved.replace("gradient_accumulation_steps:", "accumulate:").replace("too_long: reject", "too_long: refuse")
     Path("runs/old").mkdir(parents=True)
     Path("runs/old/config.yaml").write_text(before)

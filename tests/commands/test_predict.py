@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from callsheet.cli.main import main
-from callsheet.cli.opened import opened
+from callsheet.cli.opened import open_run
 
 TEXTS = ["def f(x):", "import os", "class Long:\n    pass"]
 
@@ -41,7 +41,7 @@ def test_predictions_use_the_average_of_a_run_with_an_ema(trained: Path) -> None
 
 
 def test_the_opened_model_is_in_evaluation_mode(trained: Path) -> None:
-    job = opened("tiny", [], command="predict")
+    job = open_run("tiny", [], command="predict")
     with job.trainer:
         assert not any(module.training for module in job.trainer.model.modules())
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from callsheet.cli.main import main
-from callsheet.cli.recipe import prepared, recipe_class, recipe_parser
+from callsheet.cli.recipe import prepare_recipe, recipe_class, recipe_parser
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.errors import ConfigError
 
@@ -58,10 +58,10 @@ def test_each_value_that_the_help_of_a_key_names_is_valid(recipe: str, key: str)
     values = re.findall("`([^`]+)`", str(help_text))
     assert len(values) > 1
     for value in values:
-        prepared(recipe, [f"--{key}={value}"], command="train")
+        prepare_recipe(recipe, [f"--{key}={value}"], command="train")
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "finetune_vlm", "classify", "distill"])
 def test_the_value_refuse_of_earlier_versions_is_rejected(recipe: str) -> None:
     with pytest.raises(ConfigError, match="too_long"):
-        prepared(recipe, ["--too_long=refuse"], command="train")
+        prepare_recipe(recipe, ["--too_long=refuse"], command="train")

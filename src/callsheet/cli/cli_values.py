@@ -56,15 +56,13 @@ def merge(tree: dict[str, Any], values: Mapping[Any, Any]) -> None:
             tree[name] = [*(before if isinstance(before, list) else []), *(content if isinstance(content, list) else [content])]
         elif isinstance(content, Mapping) and "class_path" not in content:
             tree[name] = (
-                [*before[:-1], _changed(before[-1], content)]
-                if isinstance(before, list) and before
-                else _changed(before, content)
+                [*before[:-1], _update(before[-1], content)] if isinstance(before, list) and before else _update(before, content)
             )
         else:
             tree[name] = value
 
 
-def _changed(before: Any, content: Mapping[Any, Any]) -> dict[str, Any]:
+def _update(before: Any, content: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the value `before`, updated by `content`. If `before` names a class, `content` has arguments for the class."""
     after = {"class_path": before} if isinstance(before, str) else dict(before) if isinstance(before, Mapping) else {}
     is_for_class = "class_path" in after and not any(

@@ -40,7 +40,7 @@ def compare(
         ConfigError: no such run, fewer than two runs, an unknown metric or setting, or a condition that cannot be read.
     """
     conditions = [Condition.parse(text) for text in fail_if]
-    folders = chosen(given, folder=Path(folder), last=last)
+    folders = choose_runs(given, folder=Path(folder), last=last)
     with working(f"reading {len(folders)} runs", is_shown=sys.stderr.isatty()):
         comparison = Comparison([_read(each) for each in folders], group_by=group_by)
     if len(comparison.groups) < 2 and fail_if:
@@ -83,7 +83,7 @@ def _page(comparison: Comparison, out: str, metrics: Sequence[str]) -> Path:
         raise ConfigError(f"--out {out} cannot be written: {error}") from None
 
 
-def chosen(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:
+def choose_runs(given: Sequence[str], *, folder: Path, last: int | None, least: int = 2) -> list[Path]:
     """Return the folders of the runs that `given` lists by name, folder or pattern, without duplicates and in the order of `given`.
 
     With `last`, return only the newest `last` of these runs, and the oldest of them first, because the first run is the baseline.
@@ -132,8 +132,8 @@ def _verdicts(comparison: Comparison, conditions: Sequence[Condition]) -> Iterat
 def _steps(comparison: Comparison, group: str) -> str:
     """Return a text that says how many steps `group` and the baseline have trained, or an empty text if the numbers are equal."""
     first, other = (sorted({each.run.last_step for each in comparison.members(name)}) for name in (comparison.groups[0], group))
-    return "" if first == other else f"; after {_listed(other)} steps, the baseline after {_listed(first)}"
+    return "" if first == other else f"; after {_format_steps(other)} steps, the baseline after {_format_steps(first)}"
 
 
-def _listed(steps: list[int]) -> str:
+def _format_steps(steps: list[int]) -> str:
     return f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from callsheet.cli.opened import name_of, opened
+from callsheet.cli.opened import name_of, open_run
 from callsheet.cli.whole_file import write_whole
 from callsheet.errors import CheckpointError, ConfigError
 from callsheet.loggers.support.json_text import json_text
@@ -21,7 +21,7 @@ def evaluate(run: str, overrides: Sequence[str], *, checkpoint: str | None = Non
         CheckpointError: the checkpoint is invalid, or a callback cannot load its state from the checkpoint.
     """
     try:
-        job = opened(run, overrides, command="evaluate", checkpoint=checkpoint, with_changes=True)
+        job = open_run(run, overrides, command="evaluate", checkpoint=checkpoint, with_changes=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} (if a callback does not fit: --callbacks '[]' evaluates the weights of the checkpoint without it)"

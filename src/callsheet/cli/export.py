@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from callsheet.cli.opened import name_of, opened
+from callsheet.cli.opened import name_of, open_run
 from callsheet.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def export(run: str, overrides: Sequence[str], *, folder: str, checkpoint: str |
         raise ConfigError(f"{path} is not empty; name a new folder")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file; name a new folder")
-    job = opened(run, overrides, command="export", checkpoint=checkpoint)
+    job = open_run(run, overrides, command="export", checkpoint=checkpoint)
     with job.trainer:
         job.export(path)
     if job.ranks.rank != 0:  # only rank 0 looks at the folder, which may not exist on the machines of other ranks

@@ -103,7 +103,7 @@ def _train(given: argparse.Namespace, overrides: list[str]) -> int:
 def _show(given: argparse.Namespace, overrides: list[str]) -> int:
     from callsheet.cli.show import show
 
-    return _printed(show(given.recipe, overrides))
+    return _print(show(given.recipe, overrides))
 
 
 def _exec(_: argparse.Namespace, words: list[str]) -> int:
@@ -114,13 +114,13 @@ def _exec(_: argparse.Namespace, words: list[str]) -> int:
 
 
 def _events(given: argparse.Namespace, _: list[str]) -> int:
-    return _printed(lifecycle.tree())
+    return _print(lifecycle.tree())
 
 
 def _bridges(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.bridges import bridges
 
-    return _printed(bridges(given.name))
+    return _print(bridges(given.name))
 
 
 def _runs(given: argparse.Namespace, _: list[str]) -> int:
@@ -130,7 +130,7 @@ def _runs(given: argparse.Namespace, _: list[str]) -> int:
         given.folder, where=given.where, columns=_split(given.columns), sort=given.sort, is_reversed=given.reverse, metric=given.metric,
         shows_archived=given.archived, as_json=given.json,
     )  # fmt: skip
-    return _printed(text)
+    return _print(text)
 
 
 def _mark(given: argparse.Namespace, _: list[str]) -> int:
@@ -139,14 +139,14 @@ def _mark(given: argparse.Namespace, _: list[str]) -> int:
     text = mark(
         given.runs, folder=given.folder, add=given.tag, remove=given.untag, note=given.note, is_archived=given.is_archived
     )
-    return _printed(text)
+    return _print(text)
 
 
 def _delete(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.mark import delete
 
     for line in delete(given.runs, folder=given.folder, is_confirmed=given.yes):
-        _printed(line)
+        _print(line)
     return 0
 
 
@@ -160,7 +160,7 @@ def _import(given: argparse.Namespace, _: list[str]) -> int:
 def _report(given: argparse.Namespace, _: list[str]) -> int:
     from callsheet.cli.report import report
 
-    return _printed(report(given.a_run, out=given.out))
+    return _print(report(given.a_run, out=given.out))
 
 
 def _compare(given: argparse.Namespace, _: list[str]) -> int:
@@ -170,7 +170,7 @@ def _compare(given: argparse.Namespace, _: list[str]) -> int:
         given.runs, folder=given.folder, last=given.last, group_by=given.group_by, metrics=given.metric, fail_if=given.fail_if,
         form=given.form, out=given.out, as_json=given.json,
     )  # fmt: skip
-    _printed(text)
+    _print(text)
     return int(fails)
 
 
@@ -185,19 +185,19 @@ def _watch(given: argparse.Namespace, _: list[str]) -> int:
 def _evaluate(given: argparse.Namespace, overrides: list[str]) -> int:
     from callsheet.cli.evaluate import evaluate
 
-    return _printed(evaluate(given.a_run, overrides, checkpoint=given.checkpoint, out=given.out))
+    return _print(evaluate(given.a_run, overrides, checkpoint=given.checkpoint, out=given.out))
 
 
 def _predict(given: argparse.Namespace, overrides: list[str]) -> int:
     from callsheet.cli.predict import predict
 
-    return _printed(predict(given.a_run, overrides, rows=given.input, checkpoint=given.checkpoint, out=given.out))
+    return _print(predict(given.a_run, overrides, rows=given.input, checkpoint=given.checkpoint, out=given.out))
 
 
 def _export(given: argparse.Namespace, overrides: list[str]) -> int:
     from callsheet.cli.export import export
 
-    return _printed(export(given.a_run, overrides, folder=given.folder, checkpoint=given.checkpoint))
+    return _print(export(given.a_run, overrides, folder=given.folder, checkpoint=given.checkpoint))
 
 
 def _recipes(given: argparse.Namespace, _: list[str]) -> int:
@@ -205,7 +205,7 @@ def _recipes(given: argparse.Namespace, _: list[str]) -> int:
 
     if given.copy is None and given.to is not None:
         given.parser.error("--to needs --copy NAME")
-    return _printed(copy(given.copy, given.to) if given.copy is not None else recipes())
+    return _print(copy(given.copy, given.to) if given.copy is not None else recipes())
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = {
@@ -250,7 +250,7 @@ def _which_rank() -> str:
     return f" (rank {ranks.rank})" if ranks.world_size > 1 else ""
 
 
-def _printed(text: str) -> int:
+def _print(text: str) -> int:
     if text and read_ranks().rank == 0:
         with suppress(BrokenPipeError):  # raised if the reader has ended, like `head` in `callsheet events | head`
             print(text, flush=True)

@@ -31,7 +31,7 @@ def mark(
     Raises:
         ConfigError: there is no such run, a tag is invalid, or a file cannot be written.
     """
-    found = _chosen(given, Path(folder))
+    found = _choose_folders(given, Path(folder))
     if not add and not remove and note is None and is_archived is None:
         return "\n".join(_line(path, read_notes(path)) for path in found)
     changed = [(path, change_notes(path, add=add, remove=remove, note=note, is_archived=is_archived)) for path in found]
@@ -46,7 +46,7 @@ def delete(given: Sequence[str], *, folder: str = "runs", is_confirmed: bool = F
     Raises:
         ConfigError: there is no such run, a run is being trained, is a link or cannot be deleted, or the user does not confirm.
     """
-    found = _chosen(given, Path(folder))
+    found = _choose_folders(given, Path(folder))
     _check_can_be_deleted(found)
     if not is_confirmed:
         _confirm(found)
@@ -91,7 +91,7 @@ def _confirm(found: Sequence[Path]) -> None:
         raise ConfigError("nothing was deleted")
 
 
-def _chosen(given: Sequence[str], folder: Path) -> list[Path]:
+def _choose_folders(given: Sequence[str], folder: Path) -> list[Path]:
     """Return the folders of the given runs, including archived runs, without duplicates."""
     paths = [path for word in given for path in runs_named(word, folder, with_archived=True)]
     found: dict[Path, Path] = {}

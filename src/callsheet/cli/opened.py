@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _UNCLAIMED_WARNING = "the checkpoint holds the state of callbacks that are not here"
 
 
-def opened(
+def open_run(
     run: str, overrides: Sequence[str], *, command: str, checkpoint: str | None = None, with_changes: bool = False
 ) -> Recipe[Any]:
     """Return the recipe of an existing run, with the run's weights loaded. The caller must close the recipe's trainer.
@@ -42,7 +42,7 @@ def opened(
         CheckpointError: the checkpoint is invalid, or belongs to another model.
     """
     with errors_on_first_rank():
-        path, folder = _described(run)
+        path, folder = _find_recipe(run)
         with current_file(path) as file:
             values = values_of(file, overrides, command=command)
             given = values.given
@@ -50,7 +50,7 @@ def opened(
                 given.run_name, given.runs_folder = folder.name, str(folder.parent)
             given.callbacks = [spec for spec in given.callbacks or [] if with_changes and _changes_weights(spec)]
             given.loggers = []
-            job = values.made().job
+            job = values.make().job
         checkpoint = _checkpoint_at(job.folder / "checkpoints", checkpoint)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     with _without_warning_of_unused_states():
@@ -62,7 +62,7 @@ def name_of(job: Recipe[Any]) -> str:
     return f"{job.folder}, step {job.trainer.state.timestamp.batch}"
 
 
-def _described(run: str) -> tuple[Path, Path | None]:
+def _find_recipe(run: str) -> tuple[Path, Path | None]:
     """Return the recipe file and the folder of the run `run`. If `run` is a recipe and not a run, the folder is None."""
     for folder in [RUNS_FOLDER / run, Path(run)] if Path(run).name == run else [Path(run)]:
         if (folder / CONFIG).is_file():

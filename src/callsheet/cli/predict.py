@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from callsheet.cli.opened import opened
+from callsheet.cli.opened import open_run
 from callsheet.cli.whole_file import whole_file
 from callsheet.errors import ConfigError
 from callsheet.loggers.support.json_text import json_text
@@ -34,12 +34,12 @@ def predict(run: str, overrides: Sequence[str], *, rows: str, checkpoint: str | 
 
     table = Rows(rows).read(())
     assert isinstance(table, Table)  # `read` returns a stream of rows only if that is requested
-    job = opened(run, overrides, command="predict", checkpoint=checkpoint)
+    job = open_run(run, overrides, command="predict", checkpoint=checkpoint)
     is_first = job.ranks.rank == 0
     written = 0
     with job.trainer, _answers_to(out if is_first else None) as file, _progress(len(table), is_shown=is_first) as show:
         with _places(table, rows):
-            for answer in job.answers(_shown(table, show)):
+            for answer in job.answers(_show_progress(table, show)):
                 if is_first:
                     file.write(json_text(answer) + "\n")
                     written += 1
@@ -60,7 +60,7 @@ def _places(table: Table, path: str) -> Iterator[None]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _shown(table: Table, show: Any) -> Iterator[Mapping[str, Any]]:
+def _show_progress(table: Table, show: Any) -> Iterator[Mapping[str, Any]]:
     for row in table:
         yield row
         show()

@@ -54,18 +54,18 @@ class Values:
     given: Namespace
     sources: tuple[Source, ...]
 
-    def resolved(self) -> str:
+    def as_yaml(self) -> str:
         """Return all values as YAML text, which is a complete recipe file."""
         text: str = self.parser.dump(self.given, skip_unset=False, with_comments=False)
         return text
 
-    def made(self) -> Prepared:
+    def make(self) -> Prepared:
         """Make the recipe object from the values, with its callbacks and loggers.
 
         Raises:
             ConfigError: a class rejects a value.
         """
-        resolved = self.resolved()
+        resolved = self.as_yaml()
         try:
             made = self.parser.instantiate(self.given)
             config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
@@ -123,7 +123,7 @@ class Prepared:
     resolved: str
 
 
-def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
+def prepare_recipe(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Prepared:
     """Read a recipe file, apply the overrides, and make the recipe object. No model is made and no data is read.
 
     Raises:
@@ -132,7 +132,7 @@ def prepared(recipe: str, overrides: Sequence[str] = (), *, command: str) -> Pre
     with errors_on_first_rank():
         path = recipe_path(recipe)
         with current_file(path) as file:
-            return replace(values_of(file, overrides, command=command, title=recipe).made(), path=path)
+            return replace(values_of(file, overrides, command=command, title=recipe).make(), path=path)
 
 
 @contextmanager

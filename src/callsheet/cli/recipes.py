@@ -28,7 +28,7 @@ def copy(name: str, to: str | None = None) -> str:
         raise ConfigError(f"there is no recipe {name!r}{did_you_mean(name, RECIPES)} (one of {', '.join(sorted(RECIPES))})")
     path = Path(to if to is not None else f"{name}.yaml")
     path = path / f"{name}.yaml" if path.is_dir() else path
-    content = _shipped(name).read_text(encoding="utf-8").replace(f"callsheet train {name}", f"callsheet train {path}")
+    content = _shipped_path(name).read_text(encoding="utf-8").replace(f"callsheet train {name}", f"callsheet train {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
@@ -42,9 +42,9 @@ def copy(name: str, to: str | None = None) -> str:
 
 def _about(name: str) -> str:
     """Return a recipe's description, which is the comment on the first line of the recipe's file."""
-    first = _shipped(name).read_text(encoding="utf-8").partition("\n")[0]
+    first = _shipped_path(name).read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""
 
 
-def _shipped(name: str) -> Path:
+def _shipped_path(name: str) -> Path:
     return recipe_path(name, is_shipped=True)

@@ -131,7 +131,7 @@ def runs(
         )
     for name, compared, value in conditions:
         rows = [row for row in rows if _fulfils(_column(name, metric), row, compared, value)]
-    rows = _sorted(rows, _column(sort, metric), is_reversed)
+    rows = _sort(rows, _column(sort, metric), is_reversed)
     if as_json:
         return json_text([_plain(row, Path(folder)) for row in rows], indent=1)
     if not rows:
@@ -220,7 +220,7 @@ def _fulfils(column: Column, row: RunRow, compared: str, wanted: str) -> bool:
         return _is_known(value) and _is_equal(column, row, value, wanted) == (compared == "=")
     number = _number_of(column, wanted)
     if number is None:
-        raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give {_expected(column)}")
+        raise ConfigError(f"--where {column.head} {compared} {wanted!r}: give {_expected_value(column)}")
     return not isinstance(value, str) and not math.isnan(value) and _COMPARISONS[compared](value, number)
 
 
@@ -244,7 +244,7 @@ def _number_of(column: Column, text: str) -> float | None:
     return number if number is None or unit is None else number * unit
 
 
-def _expected(column: Column) -> str:
+def _expected_value(column: Column) -> str:
     return "a date or time, such as 2026-11-30" if column is _COLUMNS["started"] else "a number"
 
 
@@ -262,7 +262,7 @@ def _date(text: str) -> float | None:
         return None
 
 
-def _sorted(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
+def _sort(rows: Sequence[RunRow], column: Column, is_reversed: bool) -> list[RunRow]:
     """Sort the rows by a column. In ascending order, numbers come before text. Rows without a value always come last."""
 
     def key(row: RunRow) -> tuple[bool, Value]:

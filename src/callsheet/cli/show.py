@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from callsheet.cli.named_run import RUNS_FOLDER, nearest
-from callsheet.cli.recipe import Prepared, prepared
+from callsheet.cli.recipe import Prepared, prepare_recipe
 from callsheet.cli.shipped import RECIPES, file_of_run
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.report.index import is_run
@@ -36,9 +36,9 @@ def show(recipe: str, overrides: list[str]) -> str:
                 f"name in {RUNS_FOLDER}/)"
             )
         recipe = str(run)
-    what = prepared(recipe, overrides, command="show")
+    what = prepare_recipe(recipe, overrides, command="show")
     settings = yaml.safe_load(what.resolved)
-    lines = [str(what.job.callbacks.call_sheet()), "", *_described(what, overrides), ""]
+    lines = [str(what.job.callbacks.call_sheet()), "", *_describe(what, overrides), ""]
     width = max(map(len, settings))
     lines += [f"  {name:<{width}}  {_short(value)}" for name, value in settings.items() if name not in _UNLISTED_KEYS]
     lines += ["", *_folder(settings), f"Start it: callsheet train {shlex.join([recipe, *overrides])}"]
@@ -51,7 +51,7 @@ def _near(name: str) -> str:
     return f"{recipe.removesuffix('?')}, or the run{run.removeprefix('; did you mean')}" if recipe and run else recipe or run
 
 
-def _described(what: Prepared, overrides: list[str]) -> list[str]:
+def _describe(what: Prepared, overrides: list[str]) -> list[str]:
     about = (type(what.job).__doc__ or type(what.job).__name__).partition("\n")[0]
     return [about, f"From {what.path}{', with ' + shlex.join(overrides) if overrides else ''}:"]
 

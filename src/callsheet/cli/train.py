@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 
-from callsheet.cli.recipe import prepared
+from callsheet.cli.recipe import prepare_recipe
 from callsheet.core.manager import CallbackManager
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import Outcome, RunInfo
@@ -19,7 +19,7 @@ from callsheet.report.index import is_run
 def train(recipe: str, overrides: list[str]) -> int:
     """Print a recipe's callbacks, run the recipe, and print its report. Return the exit status."""
     with working("loading the recipe", is_shown=read_ranks().rank == 0):
-        job = prepared(recipe, overrides, command="train").job
+        job = prepare_recipe(recipe, overrides, command="train").job
     is_first = job.ranks.rank == 0  # only rank 0 prints and writes the report
     logging.basicConfig(level=logging.INFO if is_first else logging.WARNING, format="%(message)s", stream=sys.stderr)
     if is_first:
@@ -31,7 +31,7 @@ def train(recipe: str, overrides: list[str]) -> int:
     if is_first:
         print(f"\n{job.report()}", flush=True)
         with working("writing the report"):
-            reported = _reported(job.trainer.run)
+            reported = _write_report(job.trainer.run)
         print(reported, flush=True)
     if job.trainer.preempted and job.trainer.signal is not None:
         return 128 + job.trainer.signal  # shells report this exit status if a signal has ended a process
@@ -44,7 +44,7 @@ def _summary(callbacks: CallbackManager, recipe: str, overrides: list[str]) -> s
     return f"{len(callbacks.callbacks)} callbacks and loggers (the whole call sheet: {show}):\n{callbacks.call_sheet().short()}\n"
 
 
-def _reported(run: RunInfo) -> str:
+def _write_report(run: RunInfo) -> str:
     """Write the run's report if its folder has metrics records. Return the report's path or why there is none, as text."""
     folder = run.folder
     if run.has_lost_folder:

@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from callsheet.cli.compare import chosen
+from callsheet.cli.compare import choose_runs
 from callsheet.cli.named_run import nearest, run_folder
 from callsheet.core import optional as extras
 from callsheet.core.working import working
@@ -46,7 +46,7 @@ def watch(
     try:
         watched: LiveRun | LiveComparison
         if is_single:
-            watched = LiveRun(_waited_for(given[0], Path(folder)))
+            watched = LiveRun(_wait_for_folder(given[0], Path(folder)))
             what, rest = str(watched.folder), "the run continues"
         else:
             watched = _comparison(given, Path(folder), last, group_by)
@@ -62,7 +62,7 @@ def watch(
     return 0
 
 
-def _waited_for(run: str, folder: Path) -> Path:
+def _wait_for_folder(run: str, folder: Path) -> Path:
     """Wait until the run's folder exists, and return the folder's path."""
     place = folder / run if Path(run).name == run and not is_run(Path(run)) else Path(run)
     if not is_run(place):
@@ -86,7 +86,7 @@ def _comparison(given: Sequence[str], folder: Path, last: int | None, group_by: 
         time.sleep(_LOOK_SECONDS)
         there = _naming_existing_runs(given, folder)
     new = NewRuns(given or [str(folder)], folder)
-    shown = chosen(there, folder=folder, last=last, least=1)
+    shown = choose_runs(there, folder=folder, last=last, least=1)
     with working(f"reading {len(shown)} runs", is_shown=sys.stderr.isatty()):
         watched = LiveComparison(shown, group_by=group_by, find_new=new.find, looks_for=new.looks_for)
     if watched.notice:
@@ -127,7 +127,7 @@ def _runs_of(words: Iterable[str], folder: Path) -> list[Path]:
     found: list[Path] = []
     for word in words:
         try:
-            found += chosen([word], folder=folder, last=None, least=1)
+            found += choose_runs([word], folder=folder, last=None, least=1)
         except ConfigError:  # there is no run of this name yet
             continue
     return found

@@ -51,7 +51,7 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int | None, ranks: Ranks) -> Iterator[None]:
+def seeded_setup(seed: int | None, ranks: Ranks) -> Iterator[None]:
     """Seed all random states: with `seed` at the start of the `with` block, and at its end with another seed on each rank.
 
     So the block draws the same random numbers on all ranks, and later code, for example dropout, draws different ones. With one

@@ -47,9 +47,9 @@ def job_of(recipe: str | os.PathLike[str] | Launchable, overrides: Sequence[str]
         ConfigError: there is no such recipe, a value is invalid, or the recipe is set up already.
     """
     if isinstance(recipe, (str, os.PathLike)):
-        from callsheet.cli.recipe import prepared
+        from callsheet.cli.recipe import prepare_recipe
 
-        what = prepared(os.fspath(recipe), overrides, command="launch")
+        what = prepare_recipe(os.fspath(recipe), overrides, command="launch")
         return run_resolved, (what.resolved, os.fspath(recipe)), list(callbacks)
     if overrides:
         raise ConfigError("overrides: they apply to a recipe's file; set the values in the recipe's config")
@@ -71,7 +71,7 @@ def run_resolved(resolved: str, title: str, callbacks: list[Callback]) -> dict[s
     with tempfile.TemporaryDirectory(prefix="callsheet-recipe-") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(resolved, encoding="utf-8")
-        job = values_of(path, command="launch", variables={}, title=title).made().job
+        job = values_of(path, command="launch", variables={}, title=title).make().job
     job.callbacks.add(callbacks)
     return _run(job)
 

@@ -56,7 +56,7 @@ def _endings(run: RunFolder) -> Iterator[Problem]:
         if event["event"] == "exception":
             title = f"{event.get('type', 'An exception')} at step {event.get('step')}"
             where = f"in the span {event.get('span')}" if event.get("span") else ""
-            detail = "\n".join(filter(None, [_cut(event.get("message")), where]))
+            detail = "\n".join(filter(None, [_shorten(event.get("message")), where]))
             if place >= last_start:
                 is_reported = True
                 yield Problem("error", f"The run failed: {title}", detail)
@@ -85,7 +85,7 @@ def _failures(run: RunFolder) -> Iterator[Problem]:
         if count > 0 or is_off:
             title = f"{name} failed {_times(count)}" + (" and was switched off" if is_off else "")
             last = next((each.last for each in reversed(failures) if each.last), "")
-            yield Problem("error" if is_off else "warning", title, f"last: {_cut(last)}" if last else "")
+            yield Problem("error" if is_off else "warning", title, f"last: {_shorten(last)}" if last else "")
         if dropped > 0:
             detail = "It was too slow for its queue, which discarded the oldest events."
             yield Problem("warning", f"The lane of {name} dropped {_several(dropped, 'event')}", detail)
@@ -96,7 +96,7 @@ def _failures(run: RunFolder) -> Iterator[Problem]:
 
 def _counts(run: RunFolder) -> Iterator[Problem]:
     for text in dict.fromkeys(str(event["inexact_counts"]) for event in run.events if event.get("inexact_counts")):
-        yield Problem("warning", "The counts of steps or epochs may be wrong", _cut(text))
+        yield Problem("warning", "The counts of steps or epochs may be wrong", _shorten(text))
 
 
 def _not_finite(run: RunFolder) -> Iterator[Problem]:
@@ -116,7 +116,7 @@ def _not_finite(run: RunFolder) -> Iterator[Problem]:
             yield Problem(
                 "error",
                 f"The checkpoint of step {checkpoint['step']} holds values that are not finite",
-                _cut(checkpoint.get("path")),
+                _shorten(checkpoint.get("path")),
             )
 
 
@@ -154,7 +154,7 @@ def _logs(run: RunFolder) -> Iterator[Problem]:
     for name, text in run.logs.items():
         lines = [line.strip() for line in text.splitlines() if _PROBLEM_LINE_PATTERN.search(line)]
         if lines:
-            shown = _join_lines([_cut(line) for line in lines[-_MAX_LINES:]], _MAX_LINES)
+            shown = _join_lines([_shorten(line) for line in lines[-_MAX_LINES:]], _MAX_LINES)
             yield Problem("note", f"Warnings or errors in {_several(len(lines), 'line')} of {name}", shown)
 
 
@@ -193,6 +193,6 @@ def _join_lines(lines: list[str], most: int) -> str:
     return "\n".join([*lines[:most], *more])
 
 
-def _cut(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value or "")
     return text if len(text) <= _MAX_LINE_CHARACTERS else f"{text[:_MAX_LINE_CHARACTERS]} ..."

@@ -79,7 +79,7 @@ def registers(subject: Subject, folder: Path) -> None:
     If the callback has no state, the manager must also accept two callbacks without names.
     """
     CallbackManager([subject.make()])
-    CallbackManager(_named(subject))
+    CallbackManager(_make_two(subject))
     if not _keeps_state(subject.make()):
         CallbackManager([subject.make(), subject.make()])
 
@@ -89,7 +89,7 @@ def two_work_in_one_run(subject: Subject, folder: Path) -> None:
 
     If they cannot work in one run, a ConfigError or RegistrationError that names both must be raised.
     """
-    both = _named(subject)
+    both = _make_two(subject)
     try:
         with Scene(subject, _new(folder), *both) as scene:
             scene.fit()
@@ -208,10 +208,10 @@ def is_neutral(subject: Subject, folder: Path) -> None:
         watched.fit()
     if callback.phase in ACTING_PHASES:
         return
-    what = _changed(watched, _bare(subject.trainer))
+    what = _find_difference(watched, _bare(subject.trainer))
     # The cached run without callbacks may have had other settings of torch, so compare with a new run too.
-    if what and _changed(watched, _made_bare(subject.trainer)):
-        if not same_weights(_made_bare(subject.trainer).weights, _made_bare(subject.trainer).weights):
+    if what and _find_difference(watched, _train_bare(subject.trainer)):
+        if not same_weights(_train_bare(subject.trainer).weights, _train_bare(subject.trainer).weights):
             raise ConfigError("two runs of the given trainer differ; give it a seed")
         hint = "leave model, gradients, fields and random states as they are, or say phase = 'change' or 'decide'"
         raise Found(f"{what} differ from a run without the callback", hint)
@@ -259,7 +259,7 @@ class _Bare:
     checkpoint: str
 
 
-def _made_bare(trainer: MakesTrainer) -> _Bare:
+def _train_bare(trainer: MakesTrainer) -> _Bare:
     folder = TemporaryDirectory(prefix="conformance-")
     atexit.register(folder.cleanup)
     with Scene(Subject(_no_callback, trainer=trainer), Path(folder.name)) as scene:
@@ -271,7 +271,7 @@ def _made_bare(trainer: MakesTrainer) -> _Bare:
     return _Bare(weights, watch.losses, watch.outcome, things, _is_gone(model), watch.checkpoints[SAVED_AT_STEP])
 
 
-_bare = cache(_made_bare)
+_bare = cache(_train_bare)
 """Return the results of a run without callbacks, for comparison. The run is made once for each function that makes a trainer."""
 
 
@@ -279,7 +279,7 @@ def _no_callback() -> Callback:
     raise NotImplementedError
 
 
-def _changed(watched: Scene, bare: _Bare) -> str:
+def _find_difference(watched: Scene, bare: _Bare) -> str:
     """Return as text what differs between the run `watched` and the run without callbacks, or an empty text if nothing differs."""
     if watched.watch.losses != bare.losses:
         return "the losses of the steps"
@@ -304,7 +304,7 @@ def _as_json(callback: Callback) -> tuple[str, dict[str, Any]]:
     return written, unflatten(*flatten(state))
 
 
-def _named(subject: Subject) -> list[Callback]:
+def _make_two(subject: Subject) -> list[Callback]:
     both = [subject.make(), subject.make()]
     for callback, name in zip(both, ("one of them", "the other"), strict=True):
         callback.name = name

@@ -72,7 +72,7 @@ def find_on_ranks(
         unittest.SkipTest: a factory cannot be sent to another process.
     """
     subjects = [what if isinstance(what, Subject) else Subject(what) for what in factories]
-    packed = [_packed(subject) for subject in subjects]
+    packed = [_pack(subject) for subject in subjects]
     found: list[ConformanceError | None] = []
     # If a callback fails, the processes end. Start new ones for the remaining callbacks.
     while len(found) < len(subjects):
@@ -97,7 +97,7 @@ class _End:
     records: list[tuple[int, dict[str, str]]] = field(default_factory=list)
 
 
-def _packed(subject: Subject) -> bytes:
+def _pack(subject: Subject) -> bytes:
     """Return `subject`, the callback under test with its details, as a pickle for another process."""
     try:
         return pickle.dumps(subject)
@@ -147,7 +147,7 @@ def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
                 with Scene(subject, own / "bare") as scene:
                     scene.fit(_DURATION)
                 bare[subject.trainer] = scene.weights
-            end = _looked_at(subject, own / "watched", bare[subject.trainer])
+            end = _check(subject, own / "watched", bare[subject.trainer])
         except Found as error:
             end.found = error.found
         except BaseException:  # catch SystemExit too, because the process that started the ranks reports every error
@@ -161,7 +161,7 @@ def _on_this_rank(packed: list[bytes], folder: str, first: int) -> None:
             return
 
 
-def _looked_at(subject: Subject, folder: Path, bare: dict[str, Tensor]) -> _End:
+def _check(subject: Subject, folder: Path, bare: dict[str, Tensor]) -> _End:
     callback = subject.make()
     with Scene(subject, folder, callback) as whole:
         whole.fit(_DURATION)

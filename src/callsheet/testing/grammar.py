@@ -200,7 +200,7 @@ class GrammarChecker:
         else:
             span, remains = self._open[-1]
             self._reject_if(span != name, event, f"{span or 'no span'} is open, not {name}")
-            self._reject_if(not remains.may_be_empty, event, f"{span} still needs {_listed(remains)}")
+            self._reject_if(not remains.may_be_empty, event, f"{span} still needs {_list_names(remains)}")
             self._open.pop()
         self._follow_windows(event, depth)
 
@@ -221,7 +221,7 @@ class GrammarChecker:
     def _advance(self, event: str, name: str) -> None:
         span, remains = self._open[-1]
         after = remains.after(name)
-        self._reject_if(after == NONE, event, f"inside {span or 'nothing'} there could come {_listed(remains)}")
+        self._reject_if(after == NONE, event, f"inside {span or 'nothing'} there could come {_list_names(remains)}")
         self._open[-1] = (span, after)
 
     def _reject_if(self, wrong: bool, event: str, why: str) -> None:
@@ -270,6 +270,6 @@ def check_events(events: Iterable[str], *, orders: Mapping[str, str] | None = No
     checker.finish()
 
 
-def _listed(order: Order) -> str:
+def _list_names(order: Order) -> str:
     names = sorted(order.first())
     return ("nothing more" if not names else " or ".join(names)) + (", or its end" if order.may_be_empty and names else "")

@@ -23,7 +23,7 @@ from callsheet.core.callbacks_argument import manager_of
 from callsheet.core.control import Control, Request
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.core.manager import CallbackManager
-from callsheet.core.randomness import seeded
+from callsheet.core.randomness import seeded_setup
 from callsheet.core.ranks import read_ranks
 from callsheet.core.run_state import CheckpointInfo, Outcome, TrainState
 from callsheet.core.time import Interval, Time
@@ -234,7 +234,7 @@ class Trainer:
         self._end = weakref.finalize(self, run.lifetime.end)
         with run.lifetime, self._doing("set-up"):
             run.start(locks=run_name is not None and train_dataloader is not None and optimizer is not None)
-            with seeded(seed, ranks):
+            with seeded_setup(seed, ranks):
                 self._parallel = self._prepare_model(parallel, compile)
                 self.optimizer = check_optimizer(optimizer, model) if optimizer is not None else None
                 self.scheduler = check_scheduler(scheduler, self.optimizer) if scheduler is not None else None

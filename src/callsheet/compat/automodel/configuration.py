@@ -152,7 +152,7 @@ def parse_args_and_load_config(default: str | Path | None = None, argv: Sequence
     return cfg
 
 
-def configured(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
+def convert_configuration(values: Mapping[str, Any], kind: type[JobConfig]) -> tuple[Any, Schedule]:
     """Convert an AutoModel configuration. Return an instance of callsheet's class `kind`, and the schedule of evaluations and saves.
 
     Raises:
@@ -259,7 +259,7 @@ def _checkpoint(section: Section, schedule: Schedule) -> dict[str, Any]:
 def _optimizer(cfg: Section) -> dict[str, Any]:
     section = cfg.part("optimizer")
     target = section.take("_target_", "torch.optim.AdamW")
-    kind = _imported(section, target) if isinstance(target, str) else target
+    kind = _import(section, target) if isinstance(target, str) else target
     names = ("lr", "betas", "eps", "weight_decay", "momentum", "foreach", "fused", "amsgrad", "nesterov", "dampening")
     options = {name: section.take(name) for name in names if section.has(name)}
     options = {name: float(value) if name in ("lr", "eps", "weight_decay") else value for name, value in options.items()}
@@ -401,10 +401,10 @@ def _rows(section: Section, kind: type[JobConfig], found: dict[str, Any], length
         return Rows(path, **options)
     if kind is ClassifyConfig:
         section.reject("column_mapping", "give text_column and label_column")
-    return MappedRows(path, **options, columns=_mapped(section, columns))
+    return MappedRows(path, **options, columns=_map_columns(section, columns))
 
 
-def _mapped(section: Section, columns: Any) -> dict[str, str]:
+def _map_columns(section: Section, columns: Any) -> dict[str, str]:
     valid = ("context", "question", "answer")
     if not isinstance(columns, Mapping) or not set(columns) <= set(valid) or "answer" not in columns or len(columns) < 2:
         section.reject(
@@ -413,7 +413,7 @@ def _mapped(section: Section, columns: Any) -> dict[str, str]:
     return {str(name): str(column) for name, column in columns.items()}
 
 
-def _imported(section: Section, target: str) -> Any:
+def _import(section: Section, target: str) -> Any:
     module, _, name = target.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -11,7 +11,7 @@ from callsheet.bridges.automodel.guests import AutoModelGuest
 from callsheet.bridges.automodel.names import CallbackRunner
 from callsheet.bridges.automodel.recipe import ConfigNode, DistEnv, RecipeFacade
 from callsheet.bridges.automodel.recipe import StepScheduler as Scheduled
-from callsheet.compat.automodel.configuration import Schedule, configured, load_yaml_config, setting_names
+from callsheet.compat.automodel.configuration import Schedule, convert_configuration, load_yaml_config, setting_names
 from callsheet.core.callback import Callback
 from callsheet.core.context import Context
 from callsheet.core.control import SaveKind
@@ -165,7 +165,7 @@ class BaseRecipe:
             if not isinstance(values, Mapping):
                 raise ConfigError(f"cfg is {type(cfg).__name__}: give a mapping, the path of a YAML file, or a {kind.__name__}")
             self.cfg = self.cfg if hasattr(self.cfg, "get") and hasattr(self.cfg, "to_dict") else ConfigNode(values)
-            self._config, schedule = configured(values, kind)
+            self._config, schedule = convert_configuration(values, kind)
         given = list(callbacks or ())
         theirs = [callback for callback in given if not isinstance(callback, Callback)]
         self.callback_runner = CallbackRunner(theirs)

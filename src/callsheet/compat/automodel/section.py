@@ -37,7 +37,7 @@ class Section:
         """Return the value of a key, or `default` if the key is missing. Raise ConfigError if the value is neither a number nor None."""
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise ConfigError(f"{self._called(name)}: {value!r} should be a number")
+            raise ConfigError(f"{self._path_of(name)}: {value!r} should be a number")
         return value
 
     def first(self, *names: str) -> Any:
@@ -66,7 +66,7 @@ class Section:
 
     def part(self, name: str) -> Section:
         """Return the mapping under the key `name` as a `Section`."""
-        part = Section(self.take(name), self._called(name))
+        part = Section(self.take(name), self._path_of(name))
         self._parts.append(part)
         return part
 
@@ -80,7 +80,7 @@ class Section:
 
     def reject(self, name: str, why: str) -> NoReturn:
         """Raise ConfigError for a key of this section, with the reason `why`."""
-        raise ConfigError(f"{self._called(name)}: {why}")
+        raise ConfigError(f"{self._path_of(name)}: {why}")
 
     def close(self, hints: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError if keys of this section or its subsections were not read. `hints` maps keys to what to use instead.
@@ -95,7 +95,7 @@ class Section:
         for part in self._parts:
             part.close()
 
-    def _called(self, name: str) -> str:
+    def _path_of(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
 

@@ -60,7 +60,7 @@ def loader_of(given: Any, batches: int = -1) -> Any:
             names = ("microbatch_transforms", "split_batch", "get_num_samples_in_batch", "_get_num_tokens_in_batch")
             _reject(*(_own(getattr(given, name, None)) for name in names))
         if (transform := _own(getattr(given, "batch_transforms", None))) is not None:
-            loader = _transformed(loader, transform)
+            loader = _transform_batches(loader, transform)
     return loader if loader is None or batches < 0 else _Cut(loader, batches)
 
 
@@ -109,7 +109,7 @@ class _Transformed:
         return map(self._transform, self._loader)
 
 
-def _transformed(loader: Any, transform: Callable[[Any], Any]) -> Any:
+def _transform_batches(loader: Any, transform: Callable[[Any], Any]) -> Any:
     if not isinstance(loader, DataLoader):
         return _Transformed(loader, transform)
     # Change a copy, not the caller's dataloader. The Trainer can shard and resume the copy like any DataLoader.

@@ -56,7 +56,7 @@ def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evalu
         batches: how many batches are used, unless an `Evaluator` says so itself; -1: all.
     """
     found: dict[str, callsheet_trainer.Evaluator] = {}
-    for number, each in enumerate(_listed(given), 1):
+    for number, each in enumerate(_as_list(given), 1):
         # Number the labels, to keep every evaluator. Of several evaluators without a label, Composer keeps only the last.
         label = "eval" if number == 1 else f"eval-{number}"
         evaluator = each if isinstance(each, Evaluator) else Evaluator(label=label, dataloader=each)
@@ -70,7 +70,7 @@ def evaluators_of(given: Any, batches: int) -> dict[str, callsheet_trainer.Evalu
     return found
 
 
-def _listed(given: Any) -> list[Any]:
+def _as_list(given: Any) -> list[Any]:
     """Return the argument for evaluation data (None, a dataloader, an Evaluator, or a list of these) as a list.
 
     A list of batches counts as one dataloader.

@@ -136,7 +136,7 @@ class Trainer:
             # Keep Composer's counts of samples and tokens up to date, even if the user gives no Composer callback.
             ComposerGuest(ComposerCallback(), name="composer", phase="change", run=run),
             *([StepsSchedulers(scheduler, run)] if scheduler is not None else []),
-            *self._measured_in_training(model),
+            *self._training_metrics(model),
             *map(self._ours, several(callbacks)),
         ]
         if save_folder is not None and not is_never(save_interval):
@@ -257,7 +257,7 @@ class Trainer:
             wrapped.keep_fields = ("outputs",)  # Composer keeps the outputs until the next forward pass
         return wrapped
 
-    def _measured_in_training(self, model: Any) -> list[Callback]:
+    def _training_metrics(self, model: Any) -> list[Callback]:
         """Return a list with the callback that updates the model's training metrics, or an empty list if the model has none."""
         metrics = model.get_metrics(is_train=True) if hasattr(model, "get_metrics") else {}
         if not metrics:
@@ -274,11 +274,11 @@ class Trainer:
             every_batch = not any(isinstance(each, LRScheduler) for each in given)
         return EpochScheduler(
             optimizer,
-            [each if isinstance(each, LRScheduler) else self._compiled(each, optimizer) for each in given],
+            [each if isinstance(each, LRScheduler) else self._make_scheduler(each, optimizer) for each in given],
             every_batch=every_batch,
         )
 
-    def _compiled(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
+    def _make_scheduler(self, scheduler: Callable[..., float], optimizer: Any) -> LRScheduler:
         """Make a torch scheduler from a Composer scheduler, which is a function that returns a factor for the learning rates.
 
         If the function takes a second argument, Composer's scale ratio, it gets 1.0.

@@ -109,7 +109,7 @@ class _Guest(InstructLabGuest):
 
     def checkpoint_path(self, info: CheckpointInfo, ctx: Context) -> str:
         """Return the folder of the checkpoint's exported model or, if a preemption caused the save, the checkpoint's own folder."""
-        return info.path if info.kind == "preempt" else str(_exported(self._args, ctx))
+        return info.path if info.kind == "preempt" else str(_export_folder(self._args, ctx))
 
 
 class _Exports(Callback):
@@ -133,14 +133,14 @@ class _Exports(Callback):
     def on_checkpoint_published(self, ctx: Context) -> None:
         if ctx.checkpoint is None or ctx.checkpoint.kind == "preempt":
             return
-        path, job = _exported(self._args, ctx), self._job
+        path, job = _export_folder(self._args, ctx), self._job
         if (lora := job.config.lora) is not None:
             lora.export_merged(ctx.model, path, writes=ctx.run.is_world_process_zero, processor=job.tokenizer)
         else:
             export_huggingface(ctx.model, path, group=self._group, processor=job.tokenizer)
 
 
-def _exported(args: TrainingArgs, ctx: Context) -> Path:
+def _export_folder(args: TrainingArgs, ctx: Context) -> Path:
     name = "last_epoch" if args.keep_last_checkpoint_only else f"samples_{ctx.state.timestamp.sample}"
     return Path(args.ckpt_output_dir) / "hf_format" / name
 

@@ -49,7 +49,7 @@ class HasModelFields:
         """Return the fields as a dict, except for those that are excluded by their metadata, such as `callbacks`."""
         given: Any = self
         kept = [each.name for each in fields(given) if not each.metadata.get("exclude")]
-        return {name: _dumped(getattr(self, name)) for name in kept}
+        return {name: _dump(getattr(self, name)) for name in kept}
 
     def convert_fields(self) -> None:
         """Convert the fields to their types, as pydantic does: the string "2e-5" to a float, for example.
@@ -130,5 +130,5 @@ def _info(field: Field[Any]) -> FieldInfo:
     )
 
 
-def _dumped(value: Any) -> Any:
+def _dump(value: Any) -> Any:
     return value.model_dump() if isinstance(value, HasModelFields) and is_dataclass(value) else value

@@ -17,7 +17,7 @@ from callsheet.core.optional import load
 from callsheet.core.ranks import read_ranks
 
 METRIC_NAMES = {"train/learning_rate": "learning-rate", "train/grad_norm": "grad-norm"}
-"""Maps callsheet's metric names to Megatron's. The names of losses are not listed here, because `_named` derives them."""
+"""Maps callsheet's metric names to Megatron's. The names of losses are not listed here, because `_translate_name` derives them."""
 
 
 class Trackers(Callback):
@@ -94,7 +94,7 @@ class Trackers(Callback):
 
     def on_log(self, ctx: Context) -> None:
         """Log the losses, the learning rate and the gradient norm of the metrics record to the trackers."""
-        values = {named: value for name, value in ctx.record.values.items() if (named := _named(name)) is not None}
+        values = {named: value for name, value in ctx.record.values.items() if (named := _translate_name(name)) is not None}
         for write in self._write if values else ():
             write(values, ctx.record.step)
 
@@ -104,7 +104,7 @@ class Trackers(Callback):
             self._close.pop()()
 
 
-def _named(name: str) -> str | None:
+def _translate_name(name: str) -> str | None:
     dataset, _, metric = name.partition("/")
     if name in METRIC_NAMES:
         return METRIC_NAMES[name]

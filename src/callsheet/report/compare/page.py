@@ -279,7 +279,7 @@ def _tables(runs: Sequence[Compared]) -> dict[str, list[dict[str, Any]]]:
         for name, logged in each.run.tables.items():
             entries = []
             for entry in table_entries(logged):
-                rows = [[_cut(cell) for cell in row] for row in entry["rows"][:_MAX_TABLE_ROWS]]
+                rows = [[_shorten_cell(cell) for cell in row] for row in entry["rows"][:_MAX_TABLE_ROWS]]
                 left -= sum(len(str(cell)) + 3 for row in rows for cell in row)
                 if left < 0:
                     break
@@ -310,5 +310,5 @@ def _short(value: float) -> float:
     return int(value) if float(value).is_integer() else float(f"{value:.{_SIGNIFICANT_DIGITS + 2}g}")
 
 
-def _cut(cell: Any) -> Any:
+def _shorten_cell(cell: Any) -> Any:
     return f"{cell[:_MAX_CELL_CHARACTERS]}..." if isinstance(cell, str) and len(cell) > _MAX_CELL_CHARACTERS else cell

@@ -108,10 +108,10 @@ def folder_name(name: str) -> str:
     """Return `name` changed to a folder name that every file system and every command accepts."""
     safe = re.sub(r"[^\w.-]", "_", re.sub(r"[/\\]+", "-", name))
     # A leading dot would hide the folder, and a leading hyphen would look like an option.
-    return _cut(safe.lstrip(".-") or "run")
+    return _shorten(safe.lstrip(".-") or "run")
 
 
-def _cut(name: str) -> str:
+def _shorten(name: str) -> str:
     return name.encode()[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
 
 
@@ -243,7 +243,7 @@ def _write_images(run: ImportedRun, folder: Path) -> None:
     numbers: Counter[tuple[str, int]] = Counter()
     lines: dict[tuple[str, int], dict[str, Any]] = {}
     for image in run.images:
-        path = _cut(path_from(image.name)).strip("/") or "_"
+        path = _shorten(path_from(image.name)).strip("/") or "_"
         file = f"images/{path}/{image.step}-{numbers[path, image.step]}.png"
         numbers[path, image.step] += 1
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
