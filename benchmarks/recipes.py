@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from callsheet.cli.recipe import prepared
+from callsheet.cli.recipe import prepare_recipe
 from callsheet.cli.shipped import RECIPES
 from callsheet.recipes import Recipe
 from callsheet.recipes.data.rows import Rows
@@ -185,7 +185,7 @@ def shipped(name: str, folder: Path) -> Recipe[Any]:
         overrides += ["--teacher_duration", "1ba", "--compare_with_hard_labels", "false"]
     if name in ("finetune", "distill"):
         overrides += ["--evaluate_first", "false"]
-    job = prepared(name, overrides, command="train").job
+    job = prepare_recipe(name, overrides, command="train").job
     job.read_data()
     return job
 

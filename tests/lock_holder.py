@@ -8,14 +8,14 @@ import logging
 import sys
 
 from callsheet.errors import RunInUseError, RunLockLostError
-from callsheet.run import run_lock
+from callsheet.run import lock_claims, run_lock
 
 
 def main(folder: str, timeout: str, heartbeat: str, stale: str, machine: str = "") -> None:
     logging.basicConfig(level=logging.INFO, format="log: %(message)s", stream=sys.stdout)
-    run_lock.HEARTBEAT_SECONDS, run_lock.STALE_SECONDS = float(heartbeat), float(stale)
+    run_lock.HEARTBEAT_SECONDS, lock_claims.STALE_SECONDS = float(heartbeat), float(stale)
     if machine:
-        run_lock.machine_id = functools.cache(lambda: machine)
+        lock_claims.machine_id = functools.cache(lambda: machine)
     lock = run_lock.RunLock(folder, on_loss=lambda: print("loss", flush=True))
     try:
         lock.acquire(float(timeout))

@@ -12,7 +12,8 @@ from typing import IO
 import pytest
 
 from callsheet.errors import RunInUseError, RunLockLostError
-from callsheet.run.run_lock import RunLock, claim_of
+from callsheet.run.lock_claims import claim_of
+from callsheet.run.run_lock import RunLock
 
 HOLDER = Path(__file__).parent / "lock_holder.py"
 

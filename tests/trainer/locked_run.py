@@ -15,7 +15,7 @@ import torch
 from callsheet import Callback, CallsheetError, Context, Trainer
 from callsheet.callbacks import CheckpointSaver
 from callsheet.loggers import JSONLLogger
-from callsheet.run import run_lock
+from callsheet.run import lock_claims, run_lock
 
 
 class PrintsSteps(Callback):
@@ -32,9 +32,9 @@ def main(folder: str, steps: str, *words: str) -> int:
     options = dict(word.split("=") for word in words)
     logging.basicConfig(level=logging.INFO, format="log: %(message)s", stream=sys.stdout)
     run_lock.HEARTBEAT_SECONDS = float(options.get("heartbeat", 0.1))
-    run_lock.STALE_SECONDS = float(options.get("stale", 60))
+    lock_claims.STALE_SECONDS = float(options.get("stale", 60))
     if "machine" in options:
-        run_lock.machine_id = functools.cache(lambda: options["machine"])
+        lock_claims.machine_id = functools.cache(lambda: options["machine"])
     torch.manual_seed(0)
     data = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(1000)]
     try:

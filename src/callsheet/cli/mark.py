@@ -14,7 +14,7 @@ from callsheet.core.working import working
 from callsheet.errors import ConfigError
 from callsheet.report.lines import printable
 from callsheet.report.notes import Notes, change_notes, read_notes
-from callsheet.run.run_lock import claim_of
+from callsheet.run.lock_claims import claim_of
 
 
 def mark(

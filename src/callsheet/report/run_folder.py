@@ -23,7 +23,7 @@ from callsheet.report.lines import JsonLines, inside, is_shallow, number, text_o
 from callsheet.report.lines import moment as moment_of
 from callsheet.report.notes import NOTES, Notes, read_notes
 from callsheet.report.records import RecordLines, Resume
-from callsheet.run.run_lock import claim_of
+from callsheet.run.lock_claims import claim_of
 from callsheet.run.run_marker import is_marked
 
 RUNNING, LOST, ENDED = "running", "lost", "ended"

@@ -33,28 +33,23 @@ The lock needs a file system on which `O_EXCL` is atomic. This is so on local di
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import json
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 
 from callsheet.errors import RunInUseError, RunLockLostError
+from callsheet.run import lock_claims
+from callsheet.run.lock_claims import Claim, create_lock_file, lock_folder_of, new_claim, own_tokens, parse_claim, read_claims
 
 logger = logging.getLogger("callsheet")
 
 HEARTBEAT_SECONDS = 10.0
 """The interval at which the owner of a lock writes that it is alive."""
-STALE_SECONDS = 60.0
-"""After this many seconds without a new heartbeat, the claim of a process on another machine is ignored."""
 
 _POLL_SECONDS = 0.1
 _SECOND_LOOK_SECONDS = 0.5
@@ -62,67 +57,6 @@ _RECORD_BYTES = 1024
 
 _registry = threading.RLock()  # this lock protects `_held`
 _held: dict[str, RunLock] = {}  # the locks of this process, by path
-_tokens: set[str] = set()  # the tokens of the claims that this process has written into lock files
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The content of a lock file: which process claims the run's folder, since when, and the time of the process's last heartbeat."""
-
-    token: str
-    machine: str
-    machine_id: str
-    pid: int
-    process_started: str
-    since: float
-    beat: float
-
-    def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.since)
-        is_today = since.date() == datetime.now().date()
-        return f"process {self.pid} on machine {self.machine} since {since:{'%H:%M' if is_today else '%Y-%m-%d %H:%M'}}"
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process that made this claim is known to run.
-
-        For a process of this machine, the operating system is asked. A process of another machine counts as running if its last
-        heartbeat is at most `STALE_SECONDS` old by this machine's clock.
-        """
-        if self.machine_id == machine_id():
-            return not self.is_of_dead_process
-        return abs(time.time() - self.beat) <= STALE_SECONDS
-
-    @property
-    def is_of_dead_process(self) -> bool:
-        """Whether this claim belongs to a process of this machine that has ended.
-
-        False for other machines, whose processes cannot be seen.
-        """
-        if self.machine_id != machine_id():
-            return False
-        # A token that is not in `_tokens` is from an earlier process with this pid, or this process wrote it before an `exec`.
-        if self.pid == os.getpid():
-            return self.token not in _tokens
-        return process_started(self.pid) != self.process_started
-
-
-def claim_of(folder: str | os.PathLike[str]) -> Claim | None:
-    """Return the claim that holds the lock of the run in `folder`; None if there is no claim or the claim cannot be read.
-
-    A claim is the content of a lock file. This function writes nothing.
-    """
-    try:
-        path = _path_of(Path(os.path.abspath(folder)))
-        numbers = [int(name) for name in os.listdir(path) if name.isdecimal()]
-        return _parse_claim((path / str(max(numbers))).read_bytes()) if numbers else None
-    except (OSError, ValueError):
-        return None
-
-
-def _path_of(folder: Path) -> Path:
-    """Return the folder that holds a run's lock files, one for each claim."""
-    return Path(os.path.realpath(folder.parent)) / f".{folder.name}.lock"
 
 
 class RunLock:
@@ -147,7 +81,7 @@ class RunLock:
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = Path(folder)
-        self._path = _path_of(self.folder)
+        self._path = lock_folder_of(self.folder)
         self._is_busy = is_busy
         self._on_loss = on_loss
         self._ownership: _Ownership | None = None
@@ -225,7 +159,7 @@ class RunLock:
         if silent > 2 * HEARTBEAT_SECONDS:
             message += (
                 f" That process has written no heartbeat for {silent:.0f} s: if it is gone, start again in "
-                f"{max(0.0, STALE_SECONDS - silent):.0f} s, or raise lock_timeout_seconds above {STALE_SECONDS:.0f}."
+                f"{max(0.0, lock_claims.STALE_SECONDS - silent):.0f} s, or raise lock_timeout_seconds above {lock_claims.STALE_SECONDS:.0f}."
             )
         return message
 
@@ -274,19 +208,19 @@ class RunLock:
 
     def _claim(self) -> Owner | None:
         """Try once to acquire the lock (steps 1 to 4 in the module's docstring). If another process has it, return an `Owner`."""
-        claims = _claims(self._path)
+        claims = read_claims(self._path)
         highest = max(claims, default=0)
         if claims and not self._is_gone(highest, claims[highest]):
-            return Owner(_parse_claim(claims[highest]))
-        number, record = highest + 1, _new_claim()
+            return Owner(parse_claim(claims[highest]))
+        number, record = highest + 1, new_claim()
         created: list[Path] = []
-        descriptor = _create_lock_file(self._path / str(number), created)
+        descriptor = create_lock_file(self._path / str(number), created)
         if descriptor is None:  # another process that also waits for the lock has created this file first
             return Owner(None)
         ownership = _Ownership(self._path, number, record, descriptor, created)
         try:
             ownership.write()
-            others = {other: content for other, content in _claims(self._path).items() if other != number}
+            others = {other: content for other, content in read_claims(self._path).items() if other != number}
         except OSError:
             ownership.withdraw()
             raise
@@ -297,9 +231,9 @@ class RunLock:
             with contextlib.suppress(FileNotFoundError):
                 (self._path / str(other)).unlink()
         if claims:
-            old = _parse_claim(claims[highest])
+            old = parse_claim(claims[highest])
             level = logging.INFO if old is not None and old.is_of_dead_process else logging.WARNING
-            why = "is gone" if level == logging.INFO else f"has written no heartbeat for {STALE_SECONDS:g} s"
+            why = "is gone" if level == logging.INFO else f"has written no heartbeat for {lock_claims.STALE_SECONDS:g} s"
             logger.log(level, "took over the lock of %s: %s %s", self.folder, old or "the process that held it", why)
         ownership.start()
         self._own(ownership)
@@ -307,7 +241,7 @@ class RunLock:
 
     def _is_gone(self, number: int, content: bytes) -> bool:
         """Return whether the process that made this claim has ended, or counts as ended because its heartbeat has stopped."""
-        claim, now = _parse_claim(content), time.monotonic()
+        claim, now = parse_claim(content), time.monotonic()
         if claim is not None and claim.is_of_dead_process:
             return True
         before = self._seen.get(number)
@@ -315,8 +249,8 @@ class RunLock:
             self._seen = {number: (content, now)}
             return False
         silent = now - before[1]
-        is_old = claim is None or time.time() - claim.beat > STALE_SECONDS
-        return silent > STALE_SECONDS or (is_old and silent > min(2.5 * HEARTBEAT_SECONDS, STALE_SECONDS))
+        is_old = claim is None or time.time() - claim.beat > lock_claims.STALE_SECONDS
+        return silent > lock_claims.STALE_SECONDS or (is_old and silent > min(2.5 * HEARTBEAT_SECONDS, lock_claims.STALE_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -345,7 +279,7 @@ class _Ownership:
         self._is_over = threading.Event()
         self._has_warned = False
         self._thread: threading.Thread | None = None
-        _tokens.add(claim.token)
+        own_tokens.add(claim.token)
 
     def write(self) -> None:
         """Write a heartbeat to the lock file."""
@@ -372,10 +306,10 @@ class _Ownership:
     def successor(self) -> Claim | None:
         """Return the claim of the process that has taken the lock over from this process; None if there is none."""
         try:
-            claims = _claims(self._path)
+            claims = read_claims(self._path)
         except OSError:
             return None
-        return _parse_claim(claims[max(claims)]) if claims else None
+        return parse_claim(claims[max(claims)]) if claims else None
 
     def withdraw(self) -> None:
         """Remove the lock file with which this process tried, without success, to get the lock."""
@@ -395,7 +329,7 @@ class _Ownership:
                 self._remove()
 
     def _remove(self) -> None:
-        _tokens.discard(self.claim.token)
+        own_tokens.discard(self.claim.token)
         with contextlib.suppress(FileNotFoundError):
             self._file.unlink()
         with contextlib.suppress(OSError):  # `rmdir` fails if the folder holds the lock file of another process
@@ -405,10 +339,10 @@ class _Ownership:
 
     def _is_in_place(self) -> bool:
         try:
-            claims = _claims(self._path)
+            claims = read_claims(self._path)
         except OSError:
             return True
-        found = _parse_claim(claims[self._number]) if self._number in claims else None
+        found = parse_claim(claims[self._number]) if self._number in claims else None
         return max(claims, default=0) == self._number and found is not None and found.token == self.claim.token
 
     def _run(self) -> None:
@@ -425,7 +359,7 @@ class _Ownership:
                         "cannot write a heartbeat to %s (%s): after %g s another process may take over the run",
                         self._file,
                         error.strerror or error,
-                        STALE_SECONDS,
+                        lock_claims.STALE_SECONDS,
                     )
 
 
@@ -433,96 +367,8 @@ def _after_fork() -> None:
     global _registry
     _registry = threading.RLock()
     _held.clear()
-    _tokens.clear()
+    own_tokens.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-@functools.cache
-def machine_id() -> str:
-    """Return an id of this machine or, if this process runs in a container with separate process ids, of the container.
-
-    The host name is not enough, because containers may have the same name.
-    """
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        # Two containers of one machine share the boot id but have separate process ids, so add the namespace of the process ids.
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
-
-
-def process_started(pid: int) -> str:
-    """Return the start time of a process of this machine as text, in a unit that depends on the system.
-
-    Return an empty string if there is no such process. Outside Linux, where the time is not available, the result is the same for
-    every living process, so a process that has ended looks alive if its id was reused.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return ""
-        except OSError:  # the process exists and belongs to another user
-            pass
-        return "alive"
-    state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]  # a zombie process writes no more, so it counts as ended
-
-
-def _new_claim() -> Claim:
-    now, pid = time.time(), os.getpid()
-    return Claim(secrets.token_hex(8), socket.gethostname(), machine_id(), pid, process_started(pid), since=now, beat=now)
-
-
-def _create_lock_file(path: Path, folders: list[Path]) -> int | None:
-    """Create a lock file and the folders above it, and return the file's descriptor. Return None if the file already exists."""
-    for _ in range(100):
-        missing = path.parent
-        new: list[Path] = []
-        while not missing.exists():
-            new.insert(0, missing)
-            missing = missing.parent
-        for folder in new:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                if folder != path.parent:
-                    folders.append(folder)
-        try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return None
-        except FileNotFoundError:  # another run that has just ended has removed the folder, so try again
-            continue
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-
-def _claims(path: Path) -> dict[int, bytes]:
-    """Return the content of every lock file in a folder, by the lock file's number."""
-    with contextlib.suppress(OSError):
-        os.utime(path)  # on NFS, `utime` makes the machine read the folder from the server and not from its cache
-    found: dict[int, bytes] = {}
-    try:
-        names = os.listdir(path)
-    except FileNotFoundError:
-        return {}
-    for name in names:
-        if name.isdigit():
-            with contextlib.suppress(FileNotFoundError):
-                found[int(name)] = (path / name).read_bytes()
-    return found
-
-
-def _parse_claim(content: bytes) -> Claim | None:
-    """Return the claim in a lock file. Return None if the file is only half written, or was not written by callsheet."""
-    try:
-        return Claim(**json.loads(content))
-    except (ValueError, TypeError, RecursionError):
-        return None
