@@ -46,7 +46,7 @@ def curves(run: RunFolder) -> dict[str, Any]:
     known = axis(run, most=2 * MAX_POINTS_PER_CURVE)
     return {
         "axis": {name: known[name] for name in ("step", "seconds", "tokens")},
-        "curves": {name: draw_curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
+        "curves": {name: thin_curve(steps, values, most[name.partition("/")[0]]) for name, (steps, values) in points.items()},
         "families": families(without_doubles(points), splits_of(run)),
     }
 
@@ -188,7 +188,7 @@ def _add(
         found[name] = ([record.step for record in measured], [float(value(record)) for record in measured])
 
 
-def draw_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
+def thin_curve(steps: Sequence[int], values: Sequence[float], most: int, *, digits: int = 9) -> dict[str, Any]:
     """Return a curve in the form that `curves` returns, with at most `most` points, rounded to `digits` digits.
 
     Nine digits are enough for float32.

@@ -16,11 +16,11 @@ from callsheet.report.contents import checkpoint_row, evenly, images_by_name, ta
 from callsheet.report.curves import (
     MIN_POINTS_PER_CURVE,
     axis,
-    draw_curve,
     families,
     points_of,
     shares,
     splits_of,
+    thin_curve,
     without_doubles,
 )
 from callsheet.report.run_folder import RunFolder, image_bytes
@@ -184,11 +184,11 @@ def _names(each: Compared) -> list[str]:
 
 
 def _curve(each: Compared, name: str, most: int) -> dict[str, Any]:
-    def draw(run: RunFolder) -> dict[str, Any]:
-        curve = draw_curve(*_points(each)[name], most, digits=_SIGNIFICANT_DIGITS)
+    def thin(run: RunFolder) -> dict[str, Any]:
+        curve = thin_curve(*_points(each)[name], most, digits=_SIGNIFICANT_DIGITS)
         return {field: curve[field] for field in ("x", "y", "count", "odd")}
 
-    found: dict[str, Any] = each.once(f"curve {name}", draw, limit=most)
+    found: dict[str, Any] = each.once(f"curve {name}", thin, limit=most)
     return found
 
 
