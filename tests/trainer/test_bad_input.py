@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LRScheduler, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from callsheet import Callback, CallsheetError, Context, Outcome, Trainer
-from callsheet.callbacks import Lambda
+from callsheet.callbacks import History, Lambda
 from callsheet.core.familiar_names import TRAINER_ARGUMENTS
 from callsheet.errors import ConfigError, NotACallbackError, RequestRejected
 from callsheet.loggers import JSONLLogger
@@ -133,6 +133,33 @@ def test_a_generator_function_is_called_again_for_each_epoch(tmp_path: Path) -> 
     assert trainer.state.timestamp.batch == 2 * len(list(stream()))
     assert trainer.state.timestamp.epoch == 2
     assert set(trainer.eval_results) == {"validation"}
+
+
+def lazy_batches() -> Iterator[Any]:
+    for index in torch.randperm(3).tolist():
+        yield torch.full((2, 2), float(index)), torch.ones(2, 1)
+
+
+def eager_batches() -> Iterator[Any]:
+    return iter(list(lazy_batches()))
+
+
+@pytest.mark.parametrize("batches", [lazy_batches, eager_batches])
+def test_a_resumed_run_gets_the_batches_of_a_function_that_draws_their_order(
+    batches: Callable[[], Iterator[Any]], tmp_path: Path
+) -> None:
+    def losses(folder: Path, duration: str, resume: str | None = None) -> list[float]:
+        history = History()
+        torch.manual_seed(0)
+        changes = {"train_dataloader": batches, "max_duration": duration, "seed": 1, "run_name": "a", "log_interval": 1}
+        with trainer_of(folder, callbacks=[history], resume=resume, **changes) as trainer:
+            trainer.fit()
+            trainer.save_checkpoint()
+        return history["train/loss"]
+
+    whole = losses(tmp_path / "whole", "9ba")
+    assert losses(tmp_path / "cut", "4ba") == whole[:4]
+    assert losses(tmp_path / "cut", "9ba", resume="auto")[-5:] == whole[4:]
 
 
 @pytest.mark.parametrize(("max_duration", "steps"), [("5ba", 5), ("3ep", 6)])

@@ -104,7 +104,11 @@ class SharedFirst(CompositeHandler):
             self._rest(ctx)
 
     def parts(self, entry: HandlerEntry, earlier: Sequence[HandlerEntry]) -> Iterator[HandlerEntry]:
-        """Yield this handler's rows of the call sheet: the shared method (unless it is in `earlier`) and the guest's own handler."""
+        """Yield the rows that show this handler in the call sheet, which are made from its row `entry`.
+
+        The first row is for the method `first`, which several guests share. It is left out if one of the rows in `earlier`, which the
+        handlers before this one have, is for the same method. The second row is for the guest's own handler.
+        """
         first = self.first
         if all(each.handler != first for each in earlier):
             registration = Registration(first, type(self._guest.common).__name__, where(first), number=-1)

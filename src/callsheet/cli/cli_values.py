@@ -43,10 +43,10 @@ class Source:
 
 
 def merge(tree: dict[str, Any], values: Mapping[Any, Any]) -> None:
-    """Set values in the tree `tree` by their keys, as jsonargparse does. The mappings in `values` are not changed.
+    """Add `values` to `tree`, the nested dictionary of a recipe's values so far. Keys have the same meaning as in jsonargparse.
 
     A key may be dotted: `optimizer.lr` sets an argument of the class that the tree has for `optimizer`. If the tree has a list, its last item is
-    changed. The value of a key that ends in `+` is added to a list.
+    changed. The value of a key that ends in `+` is added to a list. The mappings in `values` are not changed.
     """
     for key, value in values.items():
         word, dot, rest = str(key).partition(".")

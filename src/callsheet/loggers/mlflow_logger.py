@@ -29,7 +29,7 @@ from callsheet.loggers.support.retry_queue import RetryQueue
 from callsheet.loggers.support.tracker import Opened, Tracker, check_no_secret, plain
 
 _STATUS_OF_OUTCOME = {Outcome.PREEMPTED: "KILLED", Outcome.INTERRUPTED: "KILLED", Outcome.FAILED: "FAILED"}
-# The number of requests that may time out at the run's end: two for the last records, and two for the run's outcome.
+# At the run's end, up to four requests are sent, two for the last records and two for the run's outcome, and each can take up to `timeout`.
 _REQUESTS_AT_END = 4
 _MAX_ENTRIES_PER_REQUEST = 100  # the most params or tags that MLflow accepts in one request
 

@@ -186,7 +186,7 @@ class Run:
         self.lifetime.start()
 
     def begin_training(self, *, marks: bool) -> None:
-        """Begin to time and unmute handlers. If `marks`, first mark the run's folder; see `RunGuard.begin`."""
+        """Begin to time handlers, and unmute those that are due. If `marks`, first mark the run's folder; see `RunGuard.begin`."""
         if marks:
             self.guard.begin()
         self.manager.between_steps(self.ctx.step)

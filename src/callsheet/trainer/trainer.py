@@ -81,7 +81,7 @@ class Trainer:
         task: defines forward, loss and metrics: a `callsheet.trainer.Task`, a loss function of (outputs, targets), or None for
             Hugging Face models, which compute their own loss.
         train_dataloader: an iterable of batches, or a function that returns one. The function is called inside the span
-            `data_init`.
+            `data_init`. If it returns a new iterator in each call, as a generator function does, it is also called for each epoch.
         eval_dataloader: an iterable of batches or a function that returns one, or a dictionary of several of these by name. Each
             can also be an `Evaluator` with its own interval. A single dataloader is named `validation`.
         optimizer: an optimizer over the model's parameters, or a function that takes the parameters. The function is called when

@@ -117,7 +117,7 @@ class LineStream(Stream):
     def __init__(self, files: Sequence[Path], columns: Collection[str] = (), limit: int | None = None) -> None:
         self._files = files
         self._columns = columns
-        self._rows_of: dict[Path, int] = {}  # with a limit, how many rows to use of each file
+        self._rows_of: dict[Path, int] = {}  # how many rows to use of each file; empty if `limit` is None
         if limit is not None:
             for file in files:
                 self._rows_of[file] = sum(1 for _ in islice(_lines(file), limit))
