@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse
 from jsonargparse import ArgumentParser
 
-from callsheet.cli.check import probe
-from callsheet.cli.key_types import in_words, item_of, parts_of
+from callsheet.cli.key_types import item_of, parts_of
 from callsheet.cli.recipe import recipe_class, recipe_parser
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.recipes.data.rows import Rows
@@ -54,7 +54,7 @@ def keys_of_all() -> list[str]:
     return table(
         Key(
             name,
-            in_words(_action(parsers["pretrain"], name)._typehint),
+            _in_words(_action(parsers["pretrain"], name)._typehint),
             _defaults(parsers, name),
             _help(parsers["pretrain"], name),
         )
@@ -78,7 +78,7 @@ def keys_of(config: type, names: Iterable[str] | None = None, prefix: str = "") 
     Raises:
         SystemExit: the class's docstring does not describe a field.
     """
-    parser = probe()
+    parser = ArgumentParser()
     parser.add_class_arguments(config, None, as_group=False, fail_untyped=False)
     kinds = get_type_hints(config)
     needed = {field.name for field in fields(config) if field.default is MISSING and field.default_factory is MISSING}
@@ -97,7 +97,27 @@ def keys_of(config: type, names: Iterable[str] | None = None, prefix: str = "") 
             yield Key(key, "the keys below" + (", or null" if is_optional else ""), default, meaning)
             yield from keys_of(parts, prefix=f"{key}.")
         else:
-            yield Key(key, in_words(kind), default, meaning)
+            yield Key(key, _in_words(kind), default, meaning)
+
+
+def _in_words(kind: Any) -> str:
+    """Return a description of the type in words, such as `int or null`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is None or kind is type(None):
+        return "null"
+    if origin in (Union, types.UnionType):
+        words = [_in_words(part) for part in parts]
+        return " or ".join([*(word for word in words if word != "null"), *(word for word in words if word == "null")])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, parts))
+    if origin is Callable:
+        return f"class of {_in_words(parts[1])}"
+    if origin is dict:
+        return f"mapping from {_in_words(parts[0])} to {_in_words(parts[1])}"
+    if origin is not None and parts:
+        name = getattr(origin, "__name__", str(origin))
+        return f"{name} of {' and '.join(_in_words(part) for part in parts if part is not Ellipsis)}"
+    return str(getattr(kind, "__name__", kind)).removeprefix("typing.")
 
 
 def may_change() -> list[str]:

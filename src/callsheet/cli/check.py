@@ -1,211 +1,165 @@
-"""Finds out why jsonargparse rejects the values of a recipe's keys, for an error message of one line.
+"""Explains in one line why the values of a recipe's keys are rejected.
 
-The messages of jsonargparse are long, because they list all types that were tried. `first_error` therefore searches for the
-smallest part of the values that jsonargparse rejects.
+Only jsonargparse decides which values are wrong, but its messages do not say where a value was given. `first_error` therefore searches for
+the first value with which jsonargparse gives the same reason as for all values together.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+import re
+from argparse import ArgumentError
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from inspect import formatannotation
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
+import torch
+
+from callsheet import callbacks, loggers
 from callsheet.cli import names
-from callsheet.cli.cli_values import Source, merge
-from callsheet.cli.key_types import class_of, example_of, in_words, item_of, names_code, parts_of, typed_keys, words_of
-from callsheet.core.callback import Callback
-from callsheet.core.spec import import_path
-from callsheet.errors import ConfigError, did_you_mean
-from callsheet.recipes.yaml_file import parse_yaml
+from callsheet.cli.cli_values import Source
+from callsheet.cli.key_types import item_of, names_code, parts_of, typed_keys
+from callsheet.errors import did_you_mean
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
 
+_MAX_CHARACTERS = 400
 
-class _Error(NamedTuple):
-    """What is wrong with the value of a key."""
+_Result = str | dict[str, Any]
+"""What jsonargparse makes of arguments: the reason for which it rejects them, or the values of all keys."""
+
+
+class _Wrong(NamedTuple):
+    """A value that jsonargparse rejects."""
 
     key: str
-    message: str
-    is_missing: bool = False
-    """Whether an argument is missing. A later source may give it."""
+    value: Any
+    is_known: bool
+    """Whether the key exists. If not, jsonargparse gives the same reason for any value."""
+    before: _Result
+    """The result for all values before this one."""
 
 
-def has_wrong_null(parser: ArgumentParser, given: Namespace) -> bool:
-    """Return whether a parsed value is None although its type does not allow None. jsonargparse does not check this in a file."""
-    return any(_has_wrong_null(kind, given.get(key)) for key, kind in typed_keys(parser).items())
+def wrong_null(parser: ArgumentParser, given: Namespace) -> str:
+    """Return the key of a parsed value that is None although its type does not allow it, or an empty string.
+
+    jsonargparse does not check this in a file.
+    """
+    return next((found for key, kind in typed_keys(parser).items() for found in _wrong_nulls(kind, given.get(key), key)), "")
 
 
-def _has_wrong_null(kind: Any, value: Any) -> bool:
-    """Return whether a parsed value, or a part of it, is None although its type does not allow it."""
-    if value is None:
-        return not _takes_none(kind)
-    if isinstance(value, list) and (item := item_of(kind, list)):
-        return any(_has_wrong_null(item, each) for each in value)
-    if isinstance(value, dict) and (item := item_of(kind, dict)):
-        return any(_has_wrong_null(item, each) for each in value.values())
-    if (parts := parts_of(kind)) and hasattr(value, "__dict__"):
-        kinds = get_type_hints(parts)
-        return any(_has_wrong_null(kinds[name], each) for name, each in vars(value).items() if name in kinds)
-    return False
+def _wrong_nulls(kind: Any, value: Any, key: str) -> Iterator[str]:
+    if value is None and kind not in (Any, object) and type(None) not in get_args(kind):
+        yield key
+    elif isinstance(value, list) and (item := item_of(kind, list)):
+        for number, each in enumerate(value):
+            yield from _wrong_nulls(item, each, f"{key}[{number}]")
+    elif isinstance(value, dict) and (item := item_of(kind, dict)):
+        for name, each in value.items():
+            yield from _wrong_nulls(item, each, f"{key}.{name}")
+    elif (parts := parts_of(kind)) and hasattr(value, "__dict__"):
+        for name, part in get_type_hints(parts).items():
+            yield from _wrong_nulls(part, vars(value).get(name, ...), f"{key}.{name}")
 
 
-def first_error(parser: ArgumentParser, sources: Iterable[Source]) -> str:
-    """Return a message about the first wrong value, with its place, or an empty string if no wrong value is found."""
-    kinds = typed_keys(parser) | {"config": None}
-    values: dict[str, Any] = {}
-    places: dict[_Error, str] = {}
-    errors: list[_Error] = []
-    for source in sources:
-        merge(values, {key: _read(key, value, kinds) for key, value in source.values.items()})
-        errors = sorted(_in_keys(kinds, values), key=lambda error: error.is_missing)
-        places |= {error: source.place(error.key) for error in errors if error not in places}
-        if errors and not errors[0].is_missing:
-            break
-    return f"{places[errors[0]]}{errors[0].message}" if errors else ""
-
-
-def _read(key: str, value: Any, kinds: Mapping[str, Any]) -> Any:
-    """Return the value of a key as jsonargparse reads it. For a key inside a value, such as `train.path`, `null` means None."""
-    return None if key not in kinds and parse_yaml(value) is None else value
-
-
-def _in_keys(kinds: Mapping[str, Any], values: Mapping[Any, Any], at: str = "", owner: Any = None) -> Iterator[_Error]:
-    """Yield the errors in the values for the keys in `kinds`. `owner` is the class that has these keys as arguments, or None."""
-    for name, value in values.items():
-        key = f"{at}.{name}" if at else str(name)
-        inner = {each.removeprefix(f"{name}."): kind for each, kind in kinds.items() if each.startswith(f"{name}.")}
-        if name in kinds:
-            yield from _in_value(kinds[name], value, key, owner)
-        elif inner and isinstance(content := parse_yaml(value), Mapping):
-            yield from _in_keys(inner, content, key, owner)
-        elif inner and not Path(str(value)).is_file():
-            yield _Error(key, f"{key}: give its keys one by one, such as --{key}.{next(iter(inner))}")
-        elif not inner and not _takes_any(owner):
-            known = [each.partition(".")[0] for each in kinds] + list(kinds)
-            near = did_you_mean(str(name), [*known, "class_path"] if owner else known)
-            near = near.replace("mean '", f"mean '{at}.") if at else near
-            listed = f" ({'it takes' if owner else 'there are'} {', '.join(kinds) or 'nothing'})" if at else ""
-            what = f"{key}: {owner.__name__} does not take {name!r}" if owner else f"there is no key {key!r}"
-            yield _Error(key, f"{what}{near or listed}")
-
-
-def _in_value(kind: Any, value: Any, at: str, owner: Any = None) -> Iterator[_Error]:
-    """Yield the errors in a value of the type `kind`. `owner` is the class that has the value as an argument, or None."""
-    if kind is None or _fits(kind, value):
-        return
-    content, item, parts = parse_yaml(value), item_of(kind, list), parts_of(kind)
-    is_mapping = isinstance(content, Mapping)
-    if isinstance(content, list) and item:
-        for number, each in enumerate(content):
-            yield from _in_value(item, each, f"{at}[{number}]", owner)
-    elif is_mapping and (each_kind := item_of(kind, dict)):
-        for name, each in content.items():
-            yield from _in_value(each_kind, each, f"{at}.{name}", owner)
-    elif is_mapping and parts:
-        yield from _in_arguments(parts, content, at)
-    # An argument of a class, with a type such as `float | Tensor`, may be a plain number. So it names a class only if it has a
-    # `class_path`.
-    elif names_code(kind) and not item and not parts and (owner is None or (is_mapping and "class_path" in content)):
-        yield from _in_spec(kind, content, at)
-    else:
-        what = f"{at}={'null' if value is None else value}: {owner.__name__ + ' expects' if owner else 'give'} {in_words(kind)}"
-        words = words_of(kind)
-        more = (
-            f", such as [{content}], or --{at}+={content} to add one"
-            if item and owner is None and not words and value is not None
-            else ""
-        )
-        yield _Error(at, f"{what}{more}{did_you_mean(str(value), words)}")
-
-
-def _in_spec(kind: Any, content: Any, at: str) -> Iterator[_Error]:
-    """Yield the errors in a value that names a class: in the import path, and in the arguments for the class."""
-    base, later = class_of(kind)
-    spec: Any = {"class_path": content} if isinstance(content, str) else content
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("class_path"), str):
-        given = ", ".join(map(str, spec)) if spec and isinstance(spec, Mapping) else repr(spec)
-        yield _Error(at, f"{at}: {given} does not name a class; give a class_path such as {example_of(base)}")
-        return
-    allowed = ["class_path", "init_args", "dict_kwargs", *(["name"] if base and issubclass(base, Callback) else [])]
-    yield from _in_keys(dict.fromkeys(allowed), spec, at)
-    try:
-        owner = _class_at(spec["class_path"], base)
-    except ConfigError as error:
-        yield _Error(at, f"{at}: {error}")
-    else:
-        arguments = spec.get("init_args") or {}
-        if isinstance(arguments, Mapping):
-            yield from _in_arguments(owner, arguments, at, later)
-        else:
-            yield _Error(f"{at}.init_args", f"{at}.init_args={arguments}: give the arguments of {owner.__name__} by name")
-
-
-def _class_at(path: str, base: type | None) -> Any:
-    """Return the class or function at an import path. Raise `ConfigError` if there is none, or if it is not a subclass of `base`."""
-    try:
-        found = import_path(path) if "." in path else _subclasses(base).get(path)
-    except ConfigError:
-        raise
-    except Exception as error:  # importing a module may raise any error
-        raise ConfigError(f"importing {path!r} fails: {type(error).__name__}: {error}") from None
-    if found is None:
-        near = did_you_mean(path, _subclasses(base)) or f"; give an import path, such as {example_of(base)}"
-        raise ConfigError(f"there is no class {path!r}{near}")
-    if not inspect.isfunction(found) and not (inspect.isclass(found) and issubclass(found, base or object)):
-        raise ConfigError(f"{path} is not a subclass of {(base or object).__name__}; give one, such as {example_of(base)}")
-    return found
-
-
-def _in_arguments(owner: Any, given: Mapping[Any, Any], at: str, later: int = 0) -> Iterator[_Error]:
-    """Yield the errors in the arguments of a class or function. The recipe's code passes the first `later` arguments itself."""
-    parser = probe()
-    add = parser.add_class_arguments if inspect.isclass(owner) else parser.add_function_arguments
-    add(owner, None, skip={later} if later else None, fail_untyped=False)
+def first_error(parser: ArgumentParser, sources: Sequence[Source]) -> str:
+    """Return a message about the first wrong value, with its place, or an empty string if jsonargparse accepts all values."""
+    parser.default_config_files = []  # the recipe file is one of the sources
+    reason = _parse(parser, [argument for source in sources for argument in source.arguments()])
+    if not isinstance(reason, str):
+        return ""
     kinds = typed_keys(parser)
-    is_class = not parts_of(owner)
-    yield from _in_keys(kinds, given, at, owner if is_class else None)
-    for each in list(inspect.signature(owner).parameters.values())[later:]:
-        is_needed = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        if is_needed and each.name not in given:
-            where = " among its init_args" if is_class else ""
-            yield _Error(at, f"{at}: {owner.__name__} needs {each.name!r}{where}", is_missing=True)
+    earlier: list[str] = []
+
+    def parse(source: Source, values: Mapping[str, Any]) -> _Result:
+        return _parse(parser, [*earlier, *source.arguments(values)])
+
+    for source in sources:
+        if wrong := _first_wrong(source.values, partial(parse, source), reason, kinds):
+            message = shorten(_message(wrong, reason, kinds), _MAX_CHARACTERS, placeholder=" ...")
+            return f"{source.place(wrong.key)}{message}"
+        earlier += source.arguments()
+    return reason
 
 
-def _takes_any(owner: Any) -> bool:
-    return owner is not None and any(each.kind is each.VAR_KEYWORD for each in inspect.signature(owner).parameters.values())
-
-
-def _subclasses(base: type | None) -> dict[str, type]:
-    """Return all subclasses of `base` that have been imported so far, by name."""
-    found: dict[str, type] = {}
-    kinds: list[type] = base.__subclasses__() if base is not None else []
-    for kind in kinds:
-        found |= {kind.__name__: kind} | _subclasses(kind)
-    return found
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    """Return whether jsonargparse accepts the value for the type `kind`. It accepts None for every type, so check None here."""
-    if value is None:
-        return _takes_none(kind)
-    parser = probe()
-    parser.add_argument("--value", type=kind)
+def _parse(parser: ArgumentParser, arguments: list[str]) -> _Result:
     try:
-        parsed = parser.parse_object({"value": names.with_calls(value)}, env=False)
-    except Exception:  # an `ArgumentError`, or any error of a module that jsonargparse imports
-        return False
-    return not _has_wrong_null(kind, parsed.value)
+        values: dict[str, Any] = names.with_names(parser.parse_args(arguments, env=False).as_dict())
+    except ArgumentError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return " ".join(str(cause).split())
+    except Exception as error:  # any error of a module that jsonargparse imports
+        return f"{type(error).__name__}: {error}"
+    return values
 
 
-def _takes_none(kind: Any) -> bool:
-    return kind in (None, Any, object, type(None)) or type(None) in get_args(kind)
+def _first_wrong(
+    content: Any, parse: Callable[[Any], _Result], reason: str, kinds: Mapping[str, Any], key: str = ""
+) -> _Wrong | None:
+    """Return the first value inside `content` with which `parse` gives the reason. Return None if no value inside is the cause."""
+    entries: list[tuple[Any, Any]] = []
+    if isinstance(content, (list, Mapping)):
+        entries = list(enumerate(content) if isinstance(content, list) else content.items())
+
+    def parse_first(count: int, *last: Any) -> _Result:
+        """Parse the first entries, and one more whose name and value are given as `last`."""
+        part = dict(entries[:count]) | ({last[0]: last[1]} if last else {})
+        return parse(list(part.values()) if isinstance(content, list) else part)
+
+    if not entries or parse_first(0) == reason:
+        return None
+    count = bisect_left(range(len(entries)), True, key=lambda count: parse_first(count + 1) == reason)
+    if count == len(entries):
+        return None
+    name, value = entries[count]
+    before = parse_first(count)
+    if isinstance(before, str) and str(content) in reason:
+        return None  # the reason is that `content` is a list or a mapping
+    at = f"{key}[{name}]" if isinstance(content, list) else f"{key}.{name}".removeprefix(".").removesuffix("+")
+    with_null, with_text = (parse_first(count, name, other) for other in (None, "_"))
+    is_known = isinstance(with_null, dict) or with_null != with_text or isinstance(content, list)
+    is_known &= any(f"{at.replace('[', '.')}.".startswith(f"{each}.") or each.startswith(f"{at}.") for each in kinds)
+    inner = _first_wrong(value, partial(parse_first, count, name), reason, kinds, at) if is_known else None
+    return inner or _Wrong(at.replace(".init_args.", "."), value, is_known, before)
 
 
-def probe() -> ArgumentParser:
-    """Return a parser without keys that reads values in the same way as a recipe's parser."""
-    from jsonargparse import ArgumentParser
+def _message(wrong: _Wrong, reason: str, kinds: Mapping[str, Any]) -> str:
+    key, value, is_known, before = wrong
+    parent, _, name = key.rpartition(".")
+    # If arguments are missing before the value, the reason names them.
+    valid = re.findall(r"\w+", before) if isinstance(before, str) else _names_in(before, parent, kinds)
+    if not is_known and name not in valid:
+        near = did_you_mean(name, valid).replace("mean '", f"mean '{parent}." if parent else "mean '")
+        listed = f" (there are {', '.join(valid)})" if parent and valid and not isinstance(before, str) else ""
+        return f"there is no key {key!r}{near or listed}"
+    if key in kinds and not names_code(kinds[key]) and not isinstance(value, Mapping):
+        reason = f"give {formatannotation(kinds[key])}"
+        key = f"{key}={value}"
+    word = str(value).rpartition(".")[2]
+    classes = [*torch.optim.__all__, *callbacks.__all__, *loggers.__all__]
+    if word in classes or "did you mean" in reason:
+        return f"{key}: {reason}"
+    words = [each for each in re.findall(r"'(\w+)'", reason) if each != word]
+    return f"{key}: {reason}{did_you_mean(word, words + classes, cutoff=0.7)}"
 
-    names.register()
-    return ArgumentParser(exit_on_error=False, parser_mode=names.FORMAT)
+
+def _names_in(values: Any, key: str, kinds: Mapping[str, Any]) -> list[str]:
+    """Return the names that can be given inside a key. For a class, these are also the names of its arguments."""
+    for word in re.findall(r"[^.\[\]]+", key):
+        values = values[int(word)] if isinstance(values, list) and word.isdigit() else _with_arguments(values).get(word)
+    if values is None and (parts := parts_of(kinds.get(key))):
+        return list(get_type_hints(parts))
+    values = _with_arguments(values)
+    return list(values | ({"name": None} if "class_path" in values else {}))
+
+
+def _with_arguments(values: Any) -> dict[str, Any]:
+    """Return a mapping with the arguments of the class that it describes. Of a list, return its last item in this way."""
+    if isinstance(values, list) and values:
+        values = values[-1]
+    return {**values, **(values.get("init_args") or {})} if isinstance(values, Mapping) else {}

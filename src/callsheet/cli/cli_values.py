@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from callsheet.cli import environment
 from callsheet.errors import ConfigError
 from callsheet.recipes.yaml_file import line_of, parse_yaml, read_yaml, reject_unreadable
@@ -14,25 +16,18 @@ from callsheet.recipes.yaml_file import line_of, parse_yaml, read_yaml, reject_u
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The values for a recipe's keys from one source: a file, an environment variable, or an argument of the command line."""
+    """The values for a recipe's keys from one source: a file, an environment variable, or an argument of the command line.
+
+    The values are by key. A variable or an argument has one key, which may be dotted, and may end in `+` if its value is added to a list.
+    """
 
     values: Mapping[str, Any]
-    """The values by key. Keys may be dotted, and may end in `+` if their value is added to a list."""
-
     path: Path | None = None
     variable: str = ""
 
     def gives(self, key: str) -> bool:
-        """Return whether this source has a value for `key` or for a key inside it, such as `a.b` for `a`."""
-        node: Any = {}
-        merge(node, self.values)
-        for word in key.split("."):
-            if not isinstance(node, Mapping):
-                break
-            if word not in node:
-                return False
-            node = node[word]
-        return True
+        """Return whether this source has a value for `key`, for a key inside it, or for a value that contains it."""
+        return any(f"{each}.".startswith(f"{key}.") or f"{key}.".startswith(f"{each}.") for each in _keys(self.values))
 
     def place(self, key: str) -> str:
         """Return a prefix for messages about a key: `mine.yaml:3: `, `CALLSHEET_SEED: `, or "" for the command line."""
@@ -41,35 +36,24 @@ class Source:
         line = line_of(self.path, key)
         return f"{self.path}:{line}: " if line else f"{self.path}: "
 
+    def arguments(self, values: Mapping[str, Any] | None = None) -> list[str]:
+        """Return the source as arguments of the command line, with its own values or with a part of them."""
+        values = self.values if values is None else values
+        return [f"--config={_as_text(values)}"] if self.path else [f"--{key}={_as_text(value)}" for key, value in values.items()]
 
-def merge(tree: dict[str, Any], values: Mapping[Any, Any]) -> None:
-    """Add `values` to `tree`, the nested dictionary of a recipe's values so far. Keys have the same meaning as in jsonargparse.
 
-    A key may be dotted: `optimizer.lr` sets an argument of the class that the tree has for `optimizer`. If the tree has a list, its last item is
-    changed. The value of a key that ends in `+` is added to a list. The mappings in `values` are not changed.
-    """
-    for key, value in values.items():
-        word, dot, rest = str(key).partition(".")
-        name = word.removesuffix("+")
-        content, before = {rest: value} if dot else parse_yaml(value), parse_yaml(tree.get(name))
-        if name != word:
-            tree[name] = [*(before if isinstance(before, list) else []), *(content if isinstance(content, list) else [content])]
-        elif isinstance(content, Mapping) and "class_path" not in content:
-            tree[name] = (
-                [*before[:-1], _update(before[-1], content)] if isinstance(before, list) and before else _update(before, content)
-            )
+def _keys(values: Mapping[str, Any], outer: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values."""
+    for name, value in values.items():
+        key = f"{outer}{name}".removesuffix("+")
+        if isinstance(value, Mapping) and value:
+            yield from _keys(value, f"{key}.")
         else:
-            tree[name] = value
+            yield key
 
 
-def _update(before: Any, content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the value `before`, updated by `content`. If `before` names a class, `content` has arguments for the class."""
-    after = {"class_path": before} if isinstance(before, str) else dict(before) if isinstance(before, Mapping) else {}
-    is_for_class = "class_path" in after and not any(
-        str(key).partition(".")[0] in ("init_args", "dict_kwargs") for key in content
-    )
-    merge(after, {"init_args": content} if is_for_class else content)
-    return after
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
 
 
 def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:
@@ -82,8 +66,7 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
     """
     yield _file(path)
     for key, value in variables.items():
-        reject_unreadable(value, environment.variable(key))
-        yield Source({key: value}, variable=environment.variable(key))
+        yield Source({key: _content(value, environment.variable(key))}, variable=environment.variable(key))
     words = iter(overrides)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
@@ -91,8 +74,15 @@ def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str
             continue
         if not equals and (value := next(words, "")) == "":  # skip a key without a value; jsonargparse reports it
             continue
-        reject_unreadable(value, f"--{key}")
-        yield _file(Path(value)) if key == "config" else Source({key: value})
+        content = _content(value, f"--{key}")
+        yield _file(Path(value)) if key == "config" else Source({key: content})
+
+
+def _content(value: str, place: str) -> Any:
+    """Return the list or mapping that a text contains as YAML, so that its parts can be checked. Return any other text unchanged."""
+    reject_unreadable(value, place)
+    content = parse_yaml(value)
+    return content if isinstance(content, (list, Mapping)) else value
 
 
 def _file(path: Path) -> Source:
