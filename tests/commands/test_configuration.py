@@ -253,14 +253,14 @@ def test_an_invalid_value_is_reported_in_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("key", ["batch_size", "seed", "prompts"])
+@pytest.mark.parametrize(("key", "kind"), [("batch_size", "int"), ("seed", "int"), ("prompts", "list[str]")])
 def test_null_in_a_file_is_rejected_for_a_key_that_does_not_take_it(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    key: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(f"recipe: finetune\neval_batch_size: null\n{key}: null\n")
     assert main(["show", "mine.yaml"]) == 2
-    assert capsys.readouterr().err.startswith(f"callsheet: mine.yaml:3: {key}=null: give a value")
+    assert capsys.readouterr().err.startswith(f"callsheet: mine.yaml:3: {key}=null: give {kind} (")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +277,10 @@ def test_null_in_a_file_is_rejected_for_a_key_that_does_not_take_it(
         (
             "callbacks: [{class_path: callsheet.callbacks.EMA, nme: x}]",
             "there is no key 'callbacks[0].nme'; did you mean 'callbacks[0].name'?",
+        ),
+        (
+            "callbacks: [{class_path: callsheet.callbacks.CheckpointSaver, init_args: {mode: null}}]",
+            "callbacks[0].mode: Expected a typing.Literal['min', 'max']. Got value: None",
         ),
         (
             "callbacks: [{class_path: callsheet.callbacks.EMA, init_args: {decay: x}}]",

@@ -145,7 +145,9 @@ def test_null_for_a_part_that_does_not_take_it_is_rejected_by_its_key(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    why = ": the following arguments are required: path" if key.endswith(".path") else "=null: give a value"
+    why = (
+        ": the following arguments are required: path" if key.endswith(".path") else ": Expected a <class 'str'>. Got value: None"
+    )
     Path("mine.yaml").write_text("recipe: finetune\ntrain: {path: rows.jsonl}\n")
     assert main(["show", "mine.yaml", f"--{key}", "null"]) == 2
     assert capsys.readouterr().err.startswith(f"callsheet: {key}{why}")

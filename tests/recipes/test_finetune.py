@@ -383,7 +383,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         (GOOD + '{"prompt": "a"}\n', {}, "data.jsonl:2: there is no column 'completion'"),
         (GOOD + '{"question": "a"}\n', {}, "data.jsonl:2: there is nothing to learn from in the columns question"),
         (GOOD + '{"text": "aaaaaaaaa"}\n', {"sequence_length": 8}, "data.jsonl:2: it has 10 tokens, more than the sequence_length of 8"),
-        (GOOD, {"too_long": "cut"}, "too_long=cut: give one of"),
+        (GOOD, {"too_long": "cut"}, "too_long=cut: give Literal"),
         (GOOD, {"lora": {"targets": ["query"]}}, "no module called query; its linear layers are"),
         (GOOD, {"lora": {"merge": False}}, "lora.merge"),
         (GOOD, {"chat_template": "nowhere.jinja"}, "nowhere.jinja"),

@@ -10,21 +10,23 @@ import re
 from argparse import ArgumentError
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import formatannotation
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 
 from callsheet import callbacks, loggers
 from callsheet.cli import names
 from callsheet.cli.cli_values import Source
-from callsheet.cli.key_types import item_of, names_code, parts_of, typed_keys
+from callsheet.cli.key_types import names_code, parts_of, typed_keys
 from callsheet.errors import did_you_mean
+from callsheet.recipes.yaml_file import parse_yaml
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser
 
 _MAX_CHARACTERS = 400
 
@@ -43,30 +45,24 @@ class _Wrong(NamedTuple):
     """The result for all values before this one."""
 
 
-def wrong_null(parser: ArgumentParser, given: Namespace) -> str:
-    """Return the key of a parsed value that is None although its type does not allow it, or an empty string.
+@contextmanager
+def strict_nulls() -> Iterator[None]:
+    """In the `with` block, new parsers reject null for a key whose type does not allow it, also in a file."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
-    jsonargparse does not check this in a file.
+    is_strict = ArgumentParser().add_argument("--key").default is not None
+    set_parsing_settings(unset_sentinel=True)
+    try:
+        yield
+    finally:
+        set_parsing_settings(unset_sentinel=is_strict)
+
+
+def first_error(parser: ArgumentParser, sources: Sequence[Source], *, only_null: bool = False) -> str:
+    """Return a message about the first wrong value, with its place, or an empty string if jsonargparse accepts all values.
+
+    If `only_null` is set, return an empty string for a value other than null, too.
     """
-    return next((found for key, kind in typed_keys(parser).items() for found in _wrong_nulls(kind, given.get(key), key)), "")
-
-
-def _wrong_nulls(kind: Any, value: Any, key: str) -> Iterator[str]:
-    if value is None and kind not in (Any, object) and type(None) not in get_args(kind):
-        yield key
-    elif isinstance(value, list) and (item := item_of(kind, list)):
-        for number, each in enumerate(value):
-            yield from _wrong_nulls(item, each, f"{key}[{number}]")
-    elif isinstance(value, dict) and (item := item_of(kind, dict)):
-        for name, each in value.items():
-            yield from _wrong_nulls(item, each, f"{key}.{name}")
-    elif (parts := parts_of(kind)) and hasattr(value, "__dict__"):
-        for name, part in get_type_hints(parts).items():
-            yield from _wrong_nulls(part, vars(value).get(name, ...), f"{key}.{name}")
-
-
-def first_error(parser: ArgumentParser, sources: Sequence[Source]) -> str:
-    """Return a message about the first wrong value, with its place, or an empty string if jsonargparse accepts all values."""
     parser.default_config_files = []  # the recipe file is one of the sources
     reason = _parse(parser, [argument for source in sources for argument in source.arguments()])
     if not isinstance(reason, str):
@@ -79,10 +75,12 @@ def first_error(parser: ArgumentParser, sources: Sequence[Source]) -> str:
 
     for source in sources:
         if wrong := _first_wrong(source.values, partial(parse, source), reason, kinds):
+            if only_null and parse_yaml(wrong.value) is not None:
+                return ""
             message = shorten(_message(wrong, reason, kinds), _MAX_CHARACTERS, placeholder=" ...")
             return f"{source.place(wrong.key)}{message}"
         earlier += source.arguments()
-    return reason
+    return "" if only_null else reason
 
 
 def _parse(parser: ArgumentParser, arguments: list[str]) -> _Result:
@@ -139,7 +137,7 @@ def _message(wrong: _Wrong, reason: str, kinds: Mapping[str, Any]) -> str:
         return f"there is no key {key!r}{near or listed}"
     if key in kinds and not names_code(kinds[key]) and not isinstance(value, Mapping):
         reason = f"give {formatannotation(kinds[key])}"
-        key = f"{key}={value}"
+        key = f"{key}={'null' if value is None else value}"
     word = str(value).rpartition(".")[2]
     classes = [*torch.optim.__all__, *callbacks.__all__, *loggers.__all__]
     if word in classes or "did you mean" in reason:

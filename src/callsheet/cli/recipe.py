@@ -18,7 +18,7 @@ import yaml
 
 from callsheet import callbacks
 from callsheet.cli import environment, names
-from callsheet.cli.check import first_error, wrong_null
+from callsheet.cli.check import first_error, strict_nulls
 from callsheet.cli.cli_values import Source, sources_of
 from callsheet.cli.key_types import item_of, names_code, typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
@@ -90,13 +90,13 @@ class Values:
                 if _rejects(spec, error):
                     own = spec.init_args.callback if spec.class_path == names.NAMED_PATH else spec
                     at = f"{key}[{number}]"
-                    return f"{self.source_of(key).place(at)}{at} ({own.class_path.rpartition('.')[2]}): "
+                    return f"{self._source_of(key).place(at)}{at} ({own.class_path.rpartition('.')[2]}): "
         named = re.match(r"(?:unknown )?([\w.]+)", str(error))
         key = named.group(1) if named else ""
         is_key = any(f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.") for each in kinds)
-        return self.source_of(key).place(key) if is_key else ""
+        return self._source_of(key).place(key) if is_key else ""
 
-    def source_of(self, key: str) -> Source:
+    def _source_of(self, key: str) -> Source:
         """Return the source whose value for a key is used. If no source has a value, return the recipe file."""
         return next((source for source in reversed(self.sources) if source.gives(key)), self.sources[0])
 
@@ -193,10 +193,11 @@ def values_of(
         if not message and not isinstance(error, argparse.ArgumentError):
             raise
         raise ConfigError(f"{message or error} ({parser.prog} --help explains every key)") from None
-    values = Values(path, kind, parser, given, sources)
-    if key := wrong_null(parser, given):
-        raise ConfigError(f"{values.source_of(key).place(key)}{key}=null: give a value ({parser.prog} --help explains every key)")
-    return values
+    with strict_nulls():
+        strict_parser = recipe_parser(kind, path, command=command, title=title or str(path))
+        if message := first_error(strict_parser, sources, only_null=True):
+            raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
+    return Values(path, kind, parser, given, sources)
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
