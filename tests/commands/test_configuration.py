@@ -91,6 +91,29 @@ def test_code_is_not_imported_from_inside_a_plain_value(
     assert resolved()["model"]["config"]["x"] == [{"path": "os.getcwd"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TRAIN", "evil.Thing"),
+        ("TRAIN", '"{path: x, name: {a: b}}"'),
+        ("VALIDATION", "{x: evil.Thing}"),
+        ("VALIDATION", "{path: evil.jsonl}"),
+        ("VALIDATION__X", "evil.Thing"),
+        ("LORA", "evil.Thing"),
+    ],
+)
+def test_a_text_in_the_place_of_a_mapping_is_not_imported(
+    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    """jsonargparse takes a text for a dataclass as an import path."""
+    Path("evil.py").write_text("open('imported', 'w')")
+    monkeypatch.syspath_prepend(str(recipe_folder))
+    monkeypatch.setenv(f"CALLSHEET_{name}", value)
+    assert main(["show", "finetune"]) == 2
+    assert capsys.readouterr().err.startswith(f"callsheet: CALLSHEET_{name}: ")
+    assert not Path("imported").exists()
+
+
 def test_jsonargparse_does_not_read_the_environment_itself(recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
     monkeypatch.setenv("CALLSHEET SHOW TINY_BATCH_SIZE", "99")
@@ -227,6 +250,9 @@ def test_names_of_other_values_are_not_changed() -> None:
         (["--callbacks+={class_path:"], "callbacks: Expected a dot import path string: {class_path:"),
         (["--model.a.b", "3"], "there is no key 'model.a.b'"),
         (["--foo"], "unrecognized arguments: --foo"),
+        (["--callbacks[7].window_size", "3"], "callbacks[7].window_size: unrecognized arguments"),
+        (["--optimizer.nam", "x"], "there is no key 'optimizer.nam' (there are class_path"),
+        (["--seed", "9" * 5000 + "x"], "seed=999"),
         (["--batch_size"], "argument --batch_size: expected one argument"),
         (["--batch_size", "many"], "batch_size=many: give int"),
         (["--eval_batch_size", "x"], "eval_batch_size=x: give int | None"),
@@ -294,6 +320,16 @@ def test_null_in_a_file_is_rejected_for_a_key_that_does_not_take_it(
             "loggers: [{class_path: callsheet.loggers.JSONLogger}]",
             "loggers[0].class_path: module 'callsheet.loggers' has no attribute 'JSONLogger'; did you mean",
         ),
+        (
+            "callbacks: [{class_path: callsheet.callbacks.SpeedMonitor, window_size: 3}]",
+            "there is no key 'callbacks[0].window_size'; put 'window_size' below init_args",
+        ),
+        (
+            "callbacks: [{class_path: callsheet.callbacks.EMA, init_args: }]",
+            "callbacks[0].init_args=None: give the arguments by name",
+        ),
+        ("callbacks: [{class_path: }]", "callbacks[0].class_path=None: give the import path of a class"),
+        ("model: [1]", "model: give its keys one by one, such as model.path"),
         ("max_durtion: 3ba", "there is no key 'max_durtion'; did you mean 'max_duration'?"),
         ("batch_size: many", "batch_size=many: give int"),
     ],
@@ -346,6 +382,8 @@ def test_an_error_of_a_class_names_the_source_of_the_value(recipe_folder: Path, 
     ("arguments", "message"),
     [
         (["--config", "list.yaml"], "list.yaml: [3] is not a mapping; give keys and values"),
+        (["--config", "empty.yaml"], "empty.yaml: it is empty; give keys and values"),
+        (["--recipe", "classify"], "recipe: only the recipe file can name it"),
         (["--lora.rr", "3"], "there is no key 'lora.rr'; did you mean 'lora.r'?"),
         (["--lora", "x"], "lora=x: give callsheet.recipes.models.lora.Lora | None"),
         (["--train.pathh", "x"], "there is no key 'train.pathh'; did you mean 'train.path'?"),
@@ -358,6 +396,7 @@ def test_an_error_of_a_class_names_the_source_of_the_value(recipe_folder: Path, 
 def test_an_error_in_a_nested_value_names_its_source(recipe_folder: Path, arguments: list[str], message: str) -> None:
     Path("wrong.yaml").write_text("validation: {a: {pathh: x.jsonl}}")
     Path("list.yaml").write_text("- 3")
+    Path("empty.yaml").write_text("# nothing\n")
     with pytest.raises(ConfigError) as rejected:
         prepare_recipe("finetune", arguments, command="show")
     assert str(rejected.value).startswith(message)
@@ -384,6 +423,8 @@ def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(recipe_
     ("name", "message"),
     [
         ("pretran", "did you mean 'pretrain'?"),
+        ("[a]", "its key `recipe` must name one of"),
+        ("fails_at_import.Recipe", "names fails_at_import.Recipe, whose import fails: ZeroDivisionError: division by zero"),
         ("commands.sample.WritesEvents", "is not a callsheet.recipes.Recipe"),
         ("a.b", "cannot import 'a.b'"),
     ],
@@ -391,6 +432,7 @@ def test_a_missing_argument_is_reported_only_if_no_later_source_gives_it(recipe_
 def test_a_recipe_that_does_not_exist_is_rejected(
     recipe_folder: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
+    Path("fails_at_import.py").write_text("1 / 0")
     Path("wrong.yaml").write_text(f"recipe: {name}\n")
     assert main(["show", "wrong.yaml"]) == 2
     assert message in capsys.readouterr().err

@@ -33,7 +33,7 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
         ),
         (
             BASE + SAVER + "    init_args: [1, 2]\n",
-            "mine.yaml:7: callbacks[1].init_args: 'list' object has no attribute 'keys'",
+            "mine.yaml:7: callbacks[1].init_args=[1, 2]: give the arguments by name (",
         ),
         (
             "recipe: classify\nclass_weights: balancd\n",
@@ -43,6 +43,7 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
             BASE + "callbacks: SpeedMonitor\n",
             "mine.yaml:4: callbacks: Expected a <class 'list'>. Got value: SpeedMonitor",
         ),
+        (BASE + "model:\n", "mine.yaml:4: model: give its keys one by one, such as model.path ("),
         (BASE + "optimizer: adamw\n", "mine.yaml:4: optimizer: Expected a dot import path string: adamw; did you mean 'AdamW'?"),
         (
             "recipe: pretrain\nmax_duration: 3\n",

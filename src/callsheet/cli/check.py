@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import formatannotation
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
@@ -77,8 +76,8 @@ def first_error(parser: ArgumentParser, sources: Sequence[Source], *, only_null:
         if wrong := _first_wrong(source.values, partial(parse, source), reason, kinds):
             if only_null and parse_yaml(wrong.value) is not None:
                 return ""
-            message = shorten(_message(wrong, reason, kinds), _MAX_CHARACTERS, placeholder=" ...")
-            return f"{source.place(wrong.key)}{message}"
+            message = _message(wrong, reason, kinds)
+            return f"{source.place(wrong.key)}{message[:_MAX_CHARACTERS]}{' ...' if len(message) > _MAX_CHARACTERS else ''}"
         earlier += source.arguments()
     return "" if only_null else reason
 
@@ -130,10 +129,15 @@ def _message(wrong: _Wrong, reason: str, kinds: Mapping[str, Any]) -> str:
     key, value, is_known, before = wrong
     parent, _, name = key.rpartition(".")
     # If arguments are missing before the value, the reason names them.
-    valid = re.findall(r"\w+", before) if isinstance(before, str) else _names_in(before, parent, kinds)
+    missing = before.partition(" required: ")[2].split(", ") if isinstance(before, str) else []
+    valid = [*missing, "class_path", "init_args"] if missing else _names_in(before, parent, kinds)
+    if name == "init_args" or (name == "class_path" and not isinstance(value, str)):
+        return f"{key}={value}: give {'the arguments by name' if name == 'init_args' else 'the import path of a class'}"
+    if not is_known and name in valid and name != "name":
+        return f"there is no key {key!r}; put {name!r} below init_args"
     if not is_known and name not in valid:
         near = did_you_mean(name, valid).replace("mean '", f"mean '{parent}." if parent else "mean '")
-        listed = f" (there are {', '.join(valid)})" if parent and valid and not isinstance(before, str) else ""
+        listed = f" (there are {', '.join(valid)})" if parent and valid and not missing else ""
         return f"there is no key {key!r}{near or listed}"
     if key in kinds and not names_code(kinds[key]) and not isinstance(value, Mapping):
         reason = f"give {formatannotation(kinds[key])}"
@@ -149,11 +153,12 @@ def _message(wrong: _Wrong, reason: str, kinds: Mapping[str, Any]) -> str:
 def _names_in(values: Any, key: str, kinds: Mapping[str, Any]) -> list[str]:
     """Return the names that can be given inside a key. For a class, these are also the names of its arguments."""
     for word in re.findall(r"[^.\[\]]+", key):
-        values = values[int(word)] if isinstance(values, list) and word.isdigit() else _with_arguments(values).get(word)
+        has_item = isinstance(values, list) and word.isdigit() and int(word) < len(values)
+        values = values[int(word)] if has_item else _with_arguments(values).get(word)
     if values is None and (parts := parts_of(kinds.get(key))):
         return list(get_type_hints(parts))
     values = _with_arguments(values)
-    return list(values | ({"name": None} if "class_path" in values else {}))
+    return list(values | ({"name": None} if "class_path" in values and key.startswith(("callbacks", "loggers")) else {}))
 
 
 def _with_arguments(values: Any) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def _content(value: str, place: str) -> Any:
 
 def _file(path: Path) -> Source:
     content = read_yaml(path)
-    if content is not None and not isinstance(content, Mapping):
-        raise ConfigError(f"{path}: {content!r} is not a mapping; give keys and values, such as `seed: 1`")
-    return Source(content or {}, path)
+    if not isinstance(content, Mapping):
+        what = "it is empty" if content is None else f"{content!r} is not a mapping"
+        raise ConfigError(f"{path}: {what}; give keys and values, such as `seed: 1`")
+    return Source(content, path)

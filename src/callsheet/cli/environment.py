@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from callsheet.cli.key_types import names_code, parts_of, typed_keys
 from callsheet.core.ranks import read_ranks
@@ -52,9 +54,15 @@ def arguments(parser: ArgumentParser, variables: Mapping[str, str]) -> dict[str,
                 f"{name}: a class_path is not taken from the environment, since it decides what code is imported; unset the variable"
             )
         if name in keys:
+            _check_plain(types[keys[name]], value, name)
             found[keys[name]] = value
         elif inside := next((key for each, key in keys.items() if name.startswith(f"{each}__") and parts_of(types[key])), None):
-            found[f"{inside}.{_parts(name.removeprefix(f'{variable(inside)}__'))}"] = value
+            part = _parts(name.removeprefix(f"{variable(inside)}__"))
+            content: Any = value
+            for word in reversed(part.split(".")):
+                content = {word: content}
+            _check_plain(types[inside], content, name)
+            found[f"{inside}.{part}"] = value
         elif (near := _near(name, keys)) and read_ranks().local_rank == 0:
             print(f"callsheet: the environment variable {name} is not a key of this recipe{near}", file=sys.stderr)
     return found
@@ -71,6 +79,25 @@ def _holds_a_class(value: Any) -> bool:
         return any(map(_holds_a_class, value))
     inside = parse_yaml(value) if isinstance(value, str) else None
     return isinstance(inside, (dict, list)) and _holds_a_class(inside)
+
+
+def _check_plain(kind: Any, value: Any, name: str) -> None:
+    """Raise ConfigError if the value of a variable has a text in the place of a dataclass. jsonargparse would import it."""
+    if _is_imported(kind, value):
+        raise ConfigError(f"{name}: {value!r} has a text where a mapping is needed; give keys and values, such as {{key: value}}")
+
+
+def _is_imported(kind: Any, value: Any) -> bool:
+    """Return whether the value has a text in the place of a dataclass."""
+    value = parse_yaml(value)
+    if isinstance(value, Mapping) and is_dataclass(kind):
+        return any(_is_imported(part, value.get(name)) for name, part in get_type_hints(kind).items())
+    if isinstance(value, str) and is_dataclass(kind):
+        return True
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_imported(part, value) for part in get_args(kind))
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(_is_imported(part, item) for part in get_args(kind) for item in items)
 
 
 def _parts(variable: str) -> str:

@@ -98,7 +98,12 @@ class Values:
 
     def _source_of(self, key: str) -> Source:
         """Return the source whose value for a key is used. If no source has a value, return the recipe file."""
-        return next((source for source in reversed(self.sources) if source.gives(key)), self.sources[0])
+        return source_of(self.sources, key)
+
+
+def source_of(sources: Sequence[Source], key: str) -> Source:
+    """Return the source whose value for a key is used. If no source has a value, return the first, which is the recipe file."""
+    return next((source for source in reversed(sources) if source.gives(key)), sources[0])
 
 
 def _rejects(spec: Any, error: ConfigError) -> bool:
@@ -192,12 +197,28 @@ def values_of(
         message = first_error(parser, sources)
         if not message and not isinstance(error, argparse.ArgumentError):
             raise
-        raise ConfigError(f"{message or error} ({parser.prog} --help explains every key)") from None
+        raise ConfigError(f"{message or ' '.join(str(error).split())} ({parser.prog} --help explains every key)") from None
+    for key, first in _groups(parser).items():
+        if not hasattr(given.get(key), "__dict__"):
+            place = source_of(sources, key).place(key)
+            raise ConfigError(
+                f"{place}{key}: give its keys one by one, such as {first} ({parser.prog} --help explains every key)"
+            )
+    if other := next(
+        (source for source in sources[1:] if source.values.get("recipe", given.recipe) != read_yaml(path)["recipe"]), None
+    ):
+        raise ConfigError(f"{other.place('recipe')}recipe: only the recipe file can name it, and {path} names {given.recipe}")
     with strict_nulls():
         strict_parser = recipe_parser(kind, path, command=command, title=title or str(path))
         if message := first_error(strict_parser, sources, only_null=True):
             raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
     return Values(path, kind, parser, given, sources)
+
+
+def _groups(parser: ArgumentParser) -> dict[str, str]:
+    """Return the keys that have no value of their own, such as `model`, each with the first key inside."""
+    kinds = typed_keys(parser)
+    return {outer: key for key in reversed(kinds) if (outer := key.rpartition(".")[0]) and outer not in kinds}
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
@@ -208,14 +229,21 @@ def recipe_class(path: Path) -> type[Recipe[Any]]:
     """
     content = read_yaml(path)
     name = content.get("recipe") if isinstance(content, dict) else None
-    if name not in RECIPES and "." not in str(name):
+    if not isinstance(name, str) or (name not in RECIPES and "." not in name):
         raise ConfigError(
             f"{path}: its key `recipe` must name one of {', '.join(RECIPES)}, or a class as package.module.Class, "
             f"not {name!r}{did_you_mean(str(name), RECIPES)}"
         )
     from callsheet.recipes.recipe import Recipe
 
-    found = import_path(RECIPES.get(str(name), str(name)))
+    try:
+        found = import_path(RECIPES.get(name, name))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: its key `recipe`: {error}") from None
+    except Exception as error:  # importing a module may raise any error
+        raise ConfigError(
+            f"{path}: its key `recipe` names {name}, whose import fails: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Recipe)):
         raise ConfigError(f"{path}: its key `recipe` names {name}, which is not a callsheet.recipes.Recipe")
     return found

@@ -101,6 +101,8 @@ def line_of(path: Path, key: str) -> int:
     node, line = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), 0
     for word in re.findall(r"[^.\[\]]+", key):
         if isinstance(node, yaml.SequenceNode):
+            if not (word.isdigit() and int(word) < len(node.value)):
+                break
             node = node.value[int(word)]
             line = node.start_mark.line + 1
             continue
