@@ -304,6 +304,20 @@ def test_a_resume_from_an_accelerate_checkpoint_restores_the_callback_states(
     check_events(recorder.events)
 
 
+@pytest.mark.parametrize("at", [STEPS, STEPS + 2])
+def test_a_stateful_dataloader_continues_with_the_next_batch_or_the_next_epoch(at: int, tmp_path: Path) -> None:
+    options = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True)}
+    whole = Setup(tmp_path, **options)
+    with whole.host([RequestsAtStep("save", at)]) as run:
+        whole.run(run, epochs=3)
+    again = Setup(tmp_path, **options)
+    with again.host([], run_name="again", resume=tmp_path / "small" / "checkpoints" / f"step-{at}") as run:
+        again.run(run, epochs=3)
+    assert run.ctx.step == 3 * STEPS
+    assert again.losses == whole.losses[at:]
+    assert same(again, whole)
+
+
 def test_callback_states_that_are_not_registered_are_reported_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

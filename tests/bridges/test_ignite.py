@@ -422,7 +422,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
 
 
 def test_an_exception_fails_the_run(tmp_path: Path) -> None:
-    ends, recorder = RecordsOutcomes(), Recorder(fields=("exception",))
+    ends, recorder = RecordsOutcomes(), Recorder(fields=("exception", "span"))
     setup = Setup(tmp_path)
     setup.host([Fails(2), ends])
     with pytest.raises(ZeroDivisionError):
@@ -434,6 +434,7 @@ def test_an_exception_fails_the_run(tmp_path: Path) -> None:
         setup.trainer.run([(torch.ones(4, 9), torch.ones(4, 1))])  # the model fails
     assert ends.outcomes == ["failed", "failed"]
     assert [type(error) for _, error in recorder.values["exception"]] == [RuntimeError]
+    assert ("on_exception", "forward") in recorder.values["span"]
     check_events(recorder.events)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from callsheet.bridges.giving_up import weakly
 from callsheet.bridges.lifecycle_driver import LifecycleDriver
+from callsheet.core.spans import note_span
 from callsheet.run.run import Run
 
 
@@ -26,6 +27,8 @@ class ObservedRun(Run):
 
     def fail(self, error: BaseException) -> None:
         """End the run as failed because of an error, without the events that are still due: fire `on_exception` and `on_run_end`."""
+        innermost = next((driver.innermost for driver in (self.eval_driver, self.driver) if len(driver.opened) > 1), "run")
+        note_span(error, innermost, self.ctx)
         self.driver.forget()
         self.eval_driver.forget()
         self.groups.publish_failure(self.ctx.step, error)

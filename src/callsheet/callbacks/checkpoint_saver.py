@@ -149,7 +149,7 @@ class CheckpointSaver(Callback):
             if ctx.run.is_world_process_zero:
                 logger.warning(
                     "%s: keep=%d has no effect, because %s was written by the training framework, which alone deletes its checkpoints. "
-                    "Limit them there (with transformers: save_total_limit), and give keep=None",
+                    "Limit them there (save_total_limit in transformers, n_saved in Ignite), and give keep=None",
                     label_of(self),
                     self._keep,
                     info.path,

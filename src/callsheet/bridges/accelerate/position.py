@@ -36,8 +36,11 @@ class AcceleratePosition(DataPosition):
         # After a resume, the new process's dataloader counts epochs from 0, so set its epoch to the run's epoch.
         if self._is_resumed and hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
-        # A stateful dataloader needs no skipping, because it continues at its saved position by itself.
-        if not self.taken or self._accelerator.dataloader_config.use_stateful_dataloader:
+        # A stateful dataloader needs no skipping, because it continues at its saved position by itself. If it was saved at the
+        # end of an epoch, however, it would begin another one.
+        if self.taken and self._accelerator.dataloader_config.use_stateful_dataloader:
+            return () if hasattr(loader, "__len__") and self.taken >= len(loader) else loader
+        if not self.taken:
             return loader  # type: ignore[no-any-return]
         left = self._accelerator.skip_first_batches(loader, self.taken)
         if hasattr(loader, "iteration"):
