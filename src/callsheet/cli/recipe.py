@@ -198,16 +198,8 @@ def values_of(
         if not message and not isinstance(error, argparse.ArgumentError):
             raise
         raise ConfigError(f"{message or ' '.join(str(error).split())} ({parser.prog} --help explains every key)") from None
-    for key, first in _groups(parser).items():
-        if not hasattr(given.get(key), "__dict__"):
-            place = source_of(sources, key).place(key)
-            raise ConfigError(
-                f"{place}{key}: give its keys one by one, such as {first} ({parser.prog} --help explains every key)"
-            )
-    if other := next(
-        (source for source in sources[1:] if source.values.get("recipe", given.recipe) != read_yaml(path)["recipe"]), None
-    ):
-        raise ConfigError(f"{other.place('recipe')}recipe: only the recipe file can name it, and {path} names {given.recipe}")
+    if message := _error_in(parser, given, sources):
+        raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
     with strict_nulls():
         strict_parser = recipe_parser(kind, path, command=command, title=title or str(path))
         if message := first_error(strict_parser, sources, only_null=True):
@@ -215,10 +207,18 @@ def values_of(
     return Values(path, kind, parser, given, sources)
 
 
-def _groups(parser: ArgumentParser) -> dict[str, str]:
-    """Return the keys that have no value of their own, such as `model`, each with the first key inside."""
+def _error_in(parser: ArgumentParser, given: Namespace, sources: Sequence[Source]) -> str:
+    """Return a message about a value that jsonargparse accepts although the recipe cannot use it, or an empty string."""
+    name = sources[0].values["recipe"]
+    for source in sources[1:]:
+        if source.values.get("recipe", name) != name:
+            return f"{source.place('recipe')}recipe: only the recipe file can name it, and it names {name}"
     kinds = typed_keys(parser)
-    return {outer: key for key in reversed(kinds) if (outer := key.rpartition(".")[0]) and outer not in kinds}
+    for key in kinds:
+        group = key.rpartition(".")[0]  # such as `model` for `model.path`
+        if group and group not in kinds and not hasattr(given.get(group), "__dict__"):
+            return f"{source_of(sources, group).place(group)}{group}: give its keys one by one, such as {key}"
+    return ""
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:

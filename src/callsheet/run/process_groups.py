@@ -271,7 +271,10 @@ class ProcessGroups:
                 f"{self._describe_ranks(left)} had already ended the run when this rank was at step {step}: do all ranks call the same methods?"
             )
         if late and not found:
-            found.append(f"{self._describe_ranks(late)} did not reach step {step}: stuck, or much slower than the others")
+            found.append(
+                f"{self._describe_ranks(late)} still runs and does not wait at step {step}: stuck, much slower than the others, or at a later "
+                "step because the ranks make different numbers of steps"
+            )
         if not found and len(set(waiting.values())) > 1:
             where = ", ".join(f"rank {rank} at step {at}" for rank, at in waiting.items())
             found.append(
