@@ -265,7 +265,10 @@ def missing(how: str) -> set[str]:
             "leaves",
             f"rank 1 on machine {HERE} had already ended the run when this rank was at step 8: do all ranks call the same methods?",
         ),
-        ("is late", f"rank 1 on machine {HERE} still runs and does not wait at step 8: stuck, much slower than the others"),
+        (
+            "is late",
+            f"rank 1 on machine {HERE} still runs and does not wait at step 8: stuck, much slower than the others, or at a later step because the ranks make different numbers of steps",
+        ),
         ("is dead", f"rank 1 on machine {HERE} did not answer at step 8: dead or suspended"),
     ],
 )
