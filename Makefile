@@ -70,6 +70,9 @@ matrix: $(READY)  ## test again which callback works in which loop, and write th
 	CALLSHEET_MATRIX=write $(BIN)/python -m pytest tests/bridges -k "matrix or guest or composer or ultralytics or built_on" -m "slow or not slow" -p no:randomly
 	$(BIN)/python tools/generate.py
 
+mistakes: $(READY)  ## random mistakes in recipe files, about three minutes; the table goes to benchmarks/results/recipe-mistakes.md
+	$(BIN)/python benchmarks/recipe_mistakes.py --mistakes 400 > benchmarks/results/recipe-mistakes.md
+
 ranks: $(READY)  ## 200 random runs on 2 and 4 ranks, about ten minutes; the results go to benchmarks/results/ranks.md
 	CALLSHEET_SEEDS=200 CALLSHEET_TABLE=benchmarks/results/ranks.md $(BIN)/python -m pytest tests/many_ranks
 

@@ -225,6 +225,7 @@ REGIONS: dict[str, Callable[[], list[str]]] = {
             "restarts",
             "resumed-data",
             "many-runs",
+            "recipe-mistakes",
             "watching",
         )
     },

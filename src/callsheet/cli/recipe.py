@@ -241,6 +241,8 @@ def recipe_class(path: Path) -> type[Recipe[Any]]:
     except ConfigError as error:
         raise ConfigError(f"{path}: its key `recipe`: {error}") from None
     except Exception as error:  # importing a module may raise any error
+        if name in RECIPES:
+            raise  # a package is missing; its error names the command that installs it
         raise ConfigError(
             f"{path}: its key `recipe` names {name}, whose import fails: {type(error).__name__}: {error}"
         ) from error
