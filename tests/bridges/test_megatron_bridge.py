@@ -388,9 +388,9 @@ def test_an_error_fails_or_interrupts_the_run_and_is_raised(tmp_path: Path) -> N
         trained.run()
 
     for error, recorded in [
-        (ValueError(), ["ValueError in run", "failed"]),
-        (KeyboardInterrupt(), ["KeyboardInterrupt in run", "interrupted"]),
-        (SystemExit(1), ["SystemExit in run", "failed"]),
+        (ValueError(), ["ValueError in train_step", "failed"]),
+        (KeyboardInterrupt(), ["KeyboardInterrupt in train_step", "interrupted"]),
+        (SystemExit(1), ["SystemExit in train_step", "failed"]),
         (SystemExit(0), ["stopped"]),
     ]:
         ending.recorded.clear()
