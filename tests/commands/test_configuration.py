@@ -92,24 +92,34 @@ def test_code_is_not_imported_from_inside_a_plain_value(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("recipe", "name", "value"),
     [
-        ("TRAIN", "evil.Thing"),
-        ("TRAIN", '"{path: x, name: {a: b}}"'),
-        ("VALIDATION", "{x: evil.Thing}"),
-        ("VALIDATION", "{path: evil.jsonl}"),
-        ("VALIDATION__X", "evil.Thing"),
-        ("LORA", "evil.Thing"),
+        ("finetune", "TRAIN", "evil.Thing"),
+        ("finetune", "TRAIN", '"{path: x, name: {a: b}}"'),
+        ("finetune", "VALIDATION", "{x: evil.Thing}"),
+        ("finetune", "VALIDATION", "{path: evil.jsonl}"),
+        ("finetune", "VALIDATION__X", "evil.Thing"),
+        ("finetune", "LORA", "evil.Thing"),
+        ("pretrain", "ROWS__TRAIN", "evil.Thing"),
+        ("pretrain", "ROWS", "{init_args: {train: evil.Thing}}"),
+        ("pretrain", "ROWS", "{dict_kwargs: {train: evil.Thing}}"),
+        ("pretrain", "ROWS", '{"init_args.train": evil.Thing}'),
+        ("pretrain", "ROWS__INIT_ARGS__TRAIN", "evil.Thing"),
     ],
 )
 def test_a_text_in_the_place_of_a_mapping_is_not_imported(
-    recipe_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+    recipe_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+    recipe: str,
 ) -> None:
     """jsonargparse takes a text for a dataclass as an import path."""
     Path("evil.py").write_text("open('imported', 'w')")
     monkeypatch.syspath_prepend(str(recipe_folder))
     monkeypatch.setenv(f"CALLSHEET_{name}", value)
-    assert main(["show", "finetune"]) == 2
+    assert main(["show", recipe]) == 2
     assert capsys.readouterr().err.startswith(f"callsheet: CALLSHEET_{name}: ")
     assert not Path("imported").exists()
 

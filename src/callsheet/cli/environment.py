@@ -81,23 +81,33 @@ def _holds_a_class(value: Any) -> bool:
     return isinstance(inside, (dict, list)) and _holds_a_class(inside)
 
 
-def _check_plain(kind: Any, value: Any, name: str) -> None:
-    """Raise ConfigError if the value of a variable has a text in the place of a dataclass. jsonargparse would import it."""
-    if _is_imported(kind, value):
-        raise ConfigError(f"{name}: {value!r} has a text where a mapping is needed; give keys and values, such as {{key: value}}")
+def _check_plain(kind: Any, value: Any, variable: str) -> None:
+    """Check that jsonargparse imports nothing for a value: in the place of a dataclass, it takes a text for an import path.
 
+    Only the fields of a dataclass are allowed, because such a text may also be below `init_args` or `dict_kwargs`.
 
-def _is_imported(kind: Any, value: Any) -> bool:
-    """Return whether the value has a text in the place of a dataclass."""
+    Raises:
+        ConfigError: there is a text in the place of a dataclass, or a key that is not a field.
+    """
     value = parse_yaml(value)
-    if isinstance(value, Mapping) and is_dataclass(kind):
-        return any(_is_imported(part, value.get(name)) for name, part in get_type_hints(kind).items())
-    if isinstance(value, str) and is_dataclass(kind):
-        return True
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is_imported(part, value) for part in get_args(kind))
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return any(_is_imported(part, item) for part in get_args(kind) for item in items)
+    if is_dataclass(kind):
+        fields = get_type_hints(kind)
+        if isinstance(value, str):
+            raise ConfigError(
+                f"{variable}: {value!r} is a text where a mapping is needed, with keys such as {next(iter(fields))}"
+            )
+        for name, part in value.items() if isinstance(value, Mapping) else ():
+            if name not in fields:
+                raise ConfigError(f"{variable}: there is no key {name!r} here{did_you_mean(str(name), fields)}")
+            _check_plain(fields[name], part, variable)
+    elif get_origin(kind) in (Union, UnionType):
+        for part in get_args(kind):
+            _check_plain(part, value, variable)
+    else:
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        for part in get_args(kind):
+            for item in items:
+                _check_plain(part, item, variable)
 
 
 def _parts(variable: str) -> str:
