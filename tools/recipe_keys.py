@@ -13,7 +13,7 @@ import yaml
 from docstring_parser import parse
 from jsonargparse import ArgumentParser
 
-from callsheet.cli.key_types import item_of, parts_of
+from callsheet.cli.key_types import parts_of
 from callsheet.cli.recipe import recipe_class, recipe_parser
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.recipes.data.rows import Rows
@@ -28,6 +28,14 @@ _PYTHON = {"None": None, "True": True, "False": False}
 """The words of the docstrings that are written in another way in YAML."""
 
 OF_ALL = ("recipe", *(field.name for field in fields(JobConfig)), "callbacks", "loggers")
+
+
+def item_of(kind: Any, container: type) -> Any:
+    """Return the item type of `kind`, such as int for `list[int]` or `list[int] | None`. Return None for other types."""
+    if get_origin(kind) is container:
+        return get_args(kind)[-1]
+    is_union = get_origin(kind) in (Union, types.UnionType)
+    return next(filter(None, (item_of(part, container) for part in get_args(kind) if is_union)), None)
 
 
 @dataclass(frozen=True)

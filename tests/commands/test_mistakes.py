@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from callsheet import Callback
 from callsheet.cli.main import main
 from callsheet.errors import ConfigError, did_you_mean
 from callsheet.recipes.existing_run import reject_another_job
@@ -24,7 +25,7 @@ SAVER = "callbacks:\n  - class_path: callsheet.callbacks.LRMonitor\n  - class_pa
         (BASE + "model: {layers: 1, layers: 2}\n", "mine.yaml:4: the key 'model.layers' is given twice, first in line 4"),
         (
             BASE + SAVER + '    init_args: {save_interval: "5 epochs"}\n',
-            "mine.yaml:6: callbacks[1] (CheckpointSaver): save_interval='5 epochs'",
+            "mine.yaml:7: callbacks[1].save_interval='5 epochs': unknown unit 'epochs'; did you mean 'ep'?",
         ),
         (BASE + "precision: bf17\n", "mine.yaml:4: precision=bf17: give Literal['fp32', 'bf16', 'fp16']; did you mean 'bf16'?"),
         (
@@ -125,11 +126,43 @@ def test_a_module_that_cannot_be_imported_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    Path("fails_at_import.py").write_text("raise RuntimeError('no driver')\n")
-    Path("mine.yaml").write_text(BASE + "callbacks: [fails_at_import.Own]\n" + more)
+    Path("import_fails.py").write_text("raise RuntimeError('no driver')\n")
+    Path("mine.yaml").write_text(BASE + "callbacks: [import_fails.Own]\n" + more)
     assert main(["show", "mine.yaml"]) == 2
     message = "mine.yaml:4: callbacks[0]: RuntimeError: no driver"
     assert capsys.readouterr().err.startswith(f"callsheet: {message}")
+
+
+class RejectsOddCounts(Callback):
+    """Rejects an argument with an error of Python."""
+
+    def __init__(self, count: int) -> None:
+        if count % 2:
+            raise ValueError("the count is odd")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "  - class_path: commands.test_mistakes.RejectsOddCounts\n    init_args:\n      count: 3\n",
+            "mine.yaml:7: callbacks[0].count: the count is odd\n",
+        ),
+        (
+            "  - callsheet.callbacks.EMA\n  - callsheet.callbacks.EMA\n",
+            "mine.yaml:6: callbacks[1]: two callbacks would keep their state",
+        ),
+    ],
+)
+def test_what_a_class_or_the_recipe_rejects_is_found_in_its_line(
+    content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(f"{BASE}callbacks:\n{content}")
+    assert main(["show", "mine.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"callsheet: {message}")
+    assert err.count("\n") == 1
 
 
 def test_an_error_in_a_command_line_value_names_no_file(
@@ -146,9 +179,7 @@ def test_null_for_a_part_that_does_not_take_it_is_rejected_by_its_key(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    why = (
-        ": the following arguments are required: path" if key.endswith(".path") else ": Expected a <class 'str'>. Got value: None"
-    )
+    why = ": Expected a <class 'str'>. Got value: None"
     Path("mine.yaml").write_text("recipe: finetune\ntrain: {path: rows.jsonl}\n")
     assert main(["show", "mine.yaml", f"--{key}", "null"]) == 2
     assert capsys.readouterr().err.startswith(f"callsheet: {key}{why}")
@@ -156,8 +187,7 @@ def test_null_for_a_part_that_does_not_take_it_is_rejected_by_its_key(
     content = ": {".join([outer, *middle, inner]) + ": null" + "}" * (1 + len(middle))
     Path("mine.yaml").write_text(f"recipe: finetune\n{content}\n".replace("{split", "{path: rows.jsonl, split"))
     assert main(["show", "mine.yaml"]) == 2
-    at = key.removesuffix(".path")  # the reason is the same without `path: null`
-    assert capsys.readouterr().err.startswith(f"callsheet: mine.yaml:2: {at}{why}")
+    assert capsys.readouterr().err.startswith(f"callsheet: mine.yaml:2: {key}{why}")
 
 
 def test_a_resume_with_other_values_names_them_and_what_to_do(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -43,11 +42,3 @@ def parts_of(kind: Any) -> type | None:
     if inspect.isclass(kind) and is_dataclass(kind):
         return kind
     return next(filter(None, map(parts_of, get_args(kind))), None)
-
-
-def item_of(kind: Any, container: type) -> Any:
-    """Return the item type of `kind`, such as int for `list[int]` or `list[int] | None`. Return None for other types."""
-    if get_origin(kind) is container:
-        return get_args(kind)[-1]
-    is_union = get_origin(kind) in (Union, types.UnionType)
-    return next(filter(None, (item_of(part, container) for part in get_args(kind) if is_union)), None)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ import yaml
 
 from callsheet import callbacks
 from callsheet.cli import environment, names
-from callsheet.cli.check import first_error, strict_nulls
+from callsheet.cli.check import first_error, reason_of, strict_nulls
 from callsheet.cli.cli_values import Source, sources_of
-from callsheet.cli.key_types import item_of, names_code, typed_keys
+from callsheet.cli.key_types import typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
 from callsheet.core.callback import Callback
 from callsheet.core.ranks import read_ranks
@@ -45,7 +44,7 @@ CONFIG = "config.yaml"
 class Values:
     """The checked values of a recipe file and its overrides, before objects are made from them.
 
-    `given` has a value for every key. It may be changed before `made()` is called.
+    `given` has a value for every key. It may be changed before `make` is called.
     """
 
     path: Path
@@ -67,56 +66,16 @@ class Values:
         """
         resolved = self.as_yaml()
         try:
-            made = self.parser.instantiate(self.given)
-            config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
-        except ValueError as error:
-            # If a key takes values of several types, jsonargparse raises its own error, whose cause is the ConfigError.
-            rejected = error if isinstance(error, ConfigError) else error.__cause__
-            if not isinstance(rejected, ConfigError):
-                raise
-            raise ConfigError(f"{self._place_of(rejected)}{rejected}") from error
-        job = self.kind(config, callbacks=made.callbacks, loggers=made.loggers, resolved=resolved)
-        job.new_run_hint = NEW_RUN_HINT
+            job = self._make_job(self.given)
+        except ValueError as error:  # a class that a value names rejects its arguments, or two callbacks have the same name
+            raise ConfigError(first_error(self.parser, self.sources, self._make_job, reason_of(error))) from error
+        job.resolved, job.new_run_hint = resolved, NEW_RUN_HINT
         return Prepared(self.path, job, resolved)
 
-    def _place_of(self, error: ConfigError) -> str:
-        """Return the place of the value that a class rejected with `error`, such as `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
-
-        Return an empty string if the place is unknown.
-        """
-        kinds = typed_keys(self.parser)
-        for key in (key for key, kind in kinds.items() if names_code(kind) and item_of(kind, list)):
-            for number, spec in enumerate(self.given.get(key) or []):
-                if _rejects(spec, error):
-                    own = spec.init_args.callback if spec.class_path == names.NAMED_PATH else spec
-                    at = f"{key}[{number}]"
-                    return f"{self._source_of(key).place(at)}{at} ({own.class_path.rpartition('.')[2]}): "
-        named = re.match(r"(?:unknown )?([\w.]+)", str(error))
-        key = named.group(1) if named else ""
-        is_key = any(f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.") for each in kinds)
-        return self._source_of(key).place(key) if is_key else ""
-
-    def _source_of(self, key: str) -> Source:
-        """Return the source whose value for a key is used. If no source has a value, return the recipe file."""
-        return source_of(self.sources, key)
-
-
-def source_of(sources: Sequence[Source], key: str) -> Source:
-    """Return the source whose value for a key is used. If no source has a value, return the first, which is the recipe file."""
-    return next((source for source in reversed(sources) if source.gives(key)), sources[0])
-
-
-def _rejects(spec: Any, error: ConfigError) -> bool:
-    """Return whether constructing the callback that `spec` describes raises `error`."""
-    from jsonargparse import ArgumentParser, Namespace
-
-    parser = ArgumentParser()
-    parser.add_argument("--value", type=Callback)
-    try:
-        parser.instantiate(Namespace(value=spec))  # type: ignore[no-untyped-call]
-    except ConfigError as again:
-        return str(again) == str(error)
-    return False
+    def _make_job(self, given: Namespace) -> Recipe[Any]:
+        made = self.parser.instantiate(given)
+        config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
+        return self.kind(config, callbacks=made.callbacks, loggers=made.loggers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,34 +150,33 @@ def values_of(
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     from_environment = environment.arguments(parser, os.environ if variables is None else variables)
     sources = tuple(sources_of(path, from_environment, overrides))
+    check = partial(_check, parser, sources[0].values["recipe"])
+    message = ""
     try:
         given = parser.parse_args([*(f"--{key}={value}" for key, value in from_environment.items()), *overrides], env=False)
+        check(given)
     except Exception as error:  # an `ArgumentError`, or any error of a module that a value names
-        message = first_error(parser, sources)
-        if not message and not isinstance(error, argparse.ArgumentError):
-            raise
-        raise ConfigError(f"{message or ' '.join(str(error).split())} ({parser.prog} --help explains every key)") from None
-    if message := _error_in(parser, given, sources):
-        raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
+        message = reason_of(error)
     with strict_nulls():
-        strict_parser = recipe_parser(kind, path, command=command, title=title or str(path))
-        if message := first_error(strict_parser, sources, only_null=True):
-            raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
+        message = first_error(recipe_parser(kind, path, command=command, title=title or str(path)), sources, check) or message
+    if message:
+        raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
     return Values(path, kind, parser, given, sources)
 
 
-def _error_in(parser: ArgumentParser, given: Namespace, sources: Sequence[Source]) -> str:
-    """Return a message about a value that jsonargparse accepts although the recipe cannot use it, or an empty string."""
-    name = sources[0].values["recipe"]
-    for source in sources[1:]:
-        if source.values.get("recipe", name) != name:
-            return f"{source.place('recipe')}recipe: only the recipe file can name it, and it names {name}"
+def _check(parser: ArgumentParser, recipe: str, given: Namespace) -> None:
+    """Check values that jsonargparse accepts although the recipe cannot use them.
+
+    Raises:
+        ConfigError: the values are those of another recipe, or a text is given for a key that has keys of its own.
+    """
+    if given.recipe not in (None, recipe):
+        raise ConfigError(f"recipe: only the recipe file can name it, and it names {recipe}")
     kinds = typed_keys(parser)
     for key in kinds:
         group = key.rpartition(".")[0]  # such as `model` for `model.path`
         if group and group not in kinds and not hasattr(given.get(group), "__dict__"):
-            return f"{source_of(sources, group).place(group)}{group}: give its keys one by one, such as {key}"
-    return ""
+            raise ConfigError(f"{group}: give its keys one by one, such as {key}")
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
