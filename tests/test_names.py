@@ -18,9 +18,6 @@ PUBLIC = {
     "callsheet/bridges/attached_run.py": {"evaluated"},
     "callsheet/bridges/instructlab/hook_host.py": {"sent"},
     "callsheet/core/context.py": {"logged"},
-    **{f"callsheet/recipes/{name}.py": {"written"} for name in ("finetune", "finetune_vlm", "pretrain")},
-    "callsheet/recipes/recipe.py": {"found", "written"},
-    "callsheet/trainer/parallel.py": {"resolved"},
 }
 """Names that users write or override, by file."""
 

@@ -155,13 +155,13 @@ def test_results_have_baselines_and_metrics_are_named_after_the_datasets(data: P
     assert results["easy/loss"] == pytest.approx(results["test/loss"])
     for name in ("easy", "hard"):
         assert results[f"{name}/loss"] < results[f"{name}, unigram"] < results[f"{name}, before training"]
-    text = "\n".join(recipe.written())
+    text = "\n".join(recipe.generated_texts())
     assert text.count("<|assistant|>' ---") == 4  # two of each dataset
     assert "(the data: bbbb" in text
     records = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
     logged = {name for record in records for name in record["values"]}
     assert {"train/loss", "train/grad_norm", "easy/loss", "hard/loss", "test/loss"} <= logged
-    assert "32 examples in " in recipe.found()
+    assert "32 examples in " in recipe.describe()
 
 
 @pytest.mark.test_all

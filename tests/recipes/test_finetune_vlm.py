@@ -238,7 +238,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
     whole = finetune_vlm(small_config(tmp_path, run_name="whole", max_duration="5ba"))
     finetune_vlm(small_config(tmp_path, run_name="broken", max_duration="2ba"), callbacks=[CheckpointSaver(save_interval="2ba")])
     resumed = finetune_vlm(small_config(tmp_path, run_name="broken", max_duration="5ba"))
-    assert resumed.found().startswith("0.0")
+    assert resumed.describe().startswith("0.0")
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
 

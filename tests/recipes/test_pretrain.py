@@ -70,7 +70,7 @@ def test_the_results_are_written_to_the_run_s_folder(tmp_path: Path) -> None:
     assert recorded["evaluated"] == recipe.evaluated
     assert recorded["step"] == 6
     assert recorded["unit"] == recipe.results_are_in
-    assert recorded["samples"] == [sample.strip("\n") for sample in recipe.written()]
+    assert recorded["samples"] == [sample.strip("\n") for sample in recipe.generated_texts()]
     assert "train has" in recorded["samples"][0]
 
 
@@ -92,7 +92,7 @@ def test_a_short_run_shortens_evaluation_and_generation(max_duration: str, is_tr
     job = config(tmp_path, rows=rows, max_duration=max_duration, eval_interval=None, eval_batch_size=1, generated_tokens=40)
     recipe = pretrain(job, callbacks=[counts := CountsEvaluations()])
     assert recipe.is_trial is is_trial
-    assert ("This is a trial" in recipe.found()) is is_trial
+    assert ("This is a trial" in recipe.describe()) is is_trial
     assert recipe.short(40) == (16 if is_trial else 40)
     sizes = [len(recipe._sets[name]) for name in ("held_out", "test")]
     assert counts.batches == sum(min(size, 20) if is_trial else size for size in sizes)

@@ -26,7 +26,7 @@ def train(recipe: str, overrides: list[str]) -> int:
         print(_summary(job.callbacks, recipe, overrides), flush=True)
     job.setup()
     if is_first:
-        print(job.found(), flush=True)
+        print(job.describe(), flush=True)
     job.run()
     if is_first:
         print(f"\n{job.report()}", flush=True)

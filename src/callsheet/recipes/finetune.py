@@ -222,7 +222,7 @@ class Finetune(Recipe[FinetuneConfig]):
             seed=config.seed,
         )
 
-    def written(self) -> Iterable[str]:
+    def generated_texts(self) -> Iterable[str]:
         """Yield each prompt with the model's answer and, if there is one, the expected answer."""
         for (prompt, answer), (_, data) in zip(getattr(self, "generated", ()), self.questions, strict=False):
             yield f"--- {prompt!r} ---\n{answer}" + (f"\n(the data: {data})" if data else "") + "\n"

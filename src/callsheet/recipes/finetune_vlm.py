@@ -159,7 +159,7 @@ class FinetuneVLM(Recipe[FinetuneVLMConfig]):
         self.generations = lines
         self.trainer.ctx.log_table(FINAL_TABLE, ["row", "completion", "answer"], lines)
 
-    def written(self) -> Iterable[str]:
+    def generated_texts(self) -> Iterable[str]:
         """Return one line for each held-out row: the model's answer, and the expected answer if the two differ."""
         return [
             f"{place}: {answer!r}" + ("" if answer == want else f", not {want!r}") for place, want, answer in self.generations

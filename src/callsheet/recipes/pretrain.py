@@ -153,7 +153,7 @@ class Pretrain(Recipe[PretrainConfig]):
             seed=config.seed,
         )
 
-    def written(self) -> Iterable[str]:
+    def generated_texts(self) -> Iterable[str]:
         """Return each prompt with the model's continuation."""
         return passages(self.generations)
 

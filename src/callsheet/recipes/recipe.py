@@ -153,7 +153,7 @@ class Recipe(Generic[AnyConfig]):
     def finish(self) -> None:
         """Compute `results` and the baselines, and generate samples. The recipe calls this method after training and evaluation."""
 
-    def written(self) -> Iterable[str]:
+    def generated_texts(self) -> Iterable[str]:
         """Return texts that the trained model has generated, for the report."""
         return ()
 
@@ -321,7 +321,7 @@ class Recipe(Generic[AnyConfig]):
             "unit": self.results_are_in,
             "results": self.results,
             "evaluated": self.evaluated,
-            "samples": [sample.strip("\n") for sample in self.written()],
+            "samples": [sample.strip("\n") for sample in self.generated_texts()],
         }
         if self.ranks.rank == 0 and not self.trainer.run.has_lost_folder:
             replace_file(self.folder / RESULTS, json_text(content, indent=2).encode())
@@ -350,7 +350,7 @@ class Recipe(Generic[AnyConfig]):
         """
         self.trainer.export(path, processor=self.processor())
 
-    def found(self) -> str:
+    def describe(self) -> str:
         """Return a few sentences that say which data, model and earlier run were found, and what the job will do."""
         trainer, again = self.trainer, "--resume new sets it aside and starts a new run"
         size = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -385,7 +385,7 @@ class Recipe(Generic[AnyConfig]):
     def report(self) -> str:
         """Return the results with their baselines, the generated samples, and the paths of the run's files, as text."""
         folder = self.folder
-        lines = list(self.written())
+        lines = list(self.generated_texts())
         if self.results:
             width = max(map(len, self.results))
             lines.append(f"{self.results_are_in}:")

@@ -55,7 +55,7 @@ class Parallel:
         if self.kind != "fsdp" and (self.shard_size is not None or self.blocks is not None):
             raise ConfigError(f"shard_size and blocks are for parallel='fsdp', not {self.kind!r}; leave them out")
 
-    def resolved(
+    def resolve(
         self, model: nn.Module, groups: ProcessGroups, device: torch.device, frozen: Sequence[nn.Module] = ()
     ) -> ParallelKind:
         """Return how a model is distributed over the ranks: `single`, `ddp` or `fsdp`.
@@ -103,7 +103,7 @@ class ParallelModel:
         dtype: torch.dtype | None,
         frozen: Sequence[nn.Module] = (),
     ) -> None:
-        self.kind = parallel.resolved(model, groups, device, frozen)
+        self.kind = parallel.resolve(model, groups, device, frozen)
         self._model = model
         self.module: Any = model
         """The module that a task calls in the forward pass."""
