@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,22 @@ def test_checkpoints_that_the_loop_saves_are_reported(tmp_path: Path) -> None:
     assert recorded == [(3, 0, "checkpoint_0"), (5, 0, "checkpoint_2"), (6, 1, "checkpoint_3"), (12, 2, "checkpoint_4")]
     kept = torch.load(tmp_path / "checkpoints" / "checkpoint_0" / "custom_checkpoint_0.pkl", weights_only=True)
     assert (kept["state"]["timestamp"]["batch"], kept["taken"]) == (3, 3)
+
+
+def test_a_checkpoint_at_an_epoch_s_end_holds_the_loop_s_evaluation(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    with suppress(RuntimeError), setup.host([CheckpointSaver(keep=None), EarlyStopper(monitor="validation/loss")]) as run:
+        for epoch in run.epochs(3):
+            for batch in run.steps(setup.data):
+                if epoch == 1:
+                    raise RuntimeError("the run dies")
+                setup.train_on(batch)
+            run.evaluated(setup.evaluate())
+    again, stopper = Setup(tmp_path), EarlyStopper(monitor="validation/loss")
+    with again.host([stopper], resume=tmp_path / "small" / "checkpoints" / "step-6") as run:
+        assert stopper.state_dict()["seen_at"]["batch"] == 6
+        again.run(run, epochs=3)
+    assert [run.ctx.step, len(again.found)] == [18, 2]
 
 
 def test_checkpoints_that_the_loop_saves_are_reported_if_no_callback_requests_any(tmp_path: Path) -> None:

@@ -714,6 +714,69 @@ def test_an_evaluation_that_a_signal_prevents_is_made_after_the_resume(tmp_path:
     check_events(recorder.events)
 
 
+class SignalsAtEpochEnd(Callback):
+    """Sends a signal to this process at the end of an epoch."""
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        if ctx.epoch == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_with_work_between_epochs(
+    folder: Path, ends_in: str, *callbacks: Callback
+) -> tuple[nn.Module, list[float], Mapping[str, Any]]:
+    """Train four epochs with a loop that evaluates and steps its scheduler after each epoch.
+
+    The second epoch ends the run early, by an error in a step or in the evaluation, or by a signal in the evaluation.
+    """
+    model, optimizer, data = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    rates = []
+    stopper = EarlyStopper(monitor="validation/loss", patience=100)
+    try:
+        with attach(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            callbacks=[*callbacks, CheckpointSaver(), stopper],
+            run_name="run",
+            runs_folder=folder,
+            resume="auto",
+        ) as run:
+            for epoch in run.epochs(4):
+                for number, (inputs, targets) in enumerate(run.steps(data)):
+                    if (epoch, number, ends_in) == (1, 2, "step"):
+                        raise RuntimeError("the run dies")
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(inputs), targets).backward()
+                    optimizer.step()
+                    rates.append(optimizer.param_groups[0]["lr"])
+                with torch.no_grad():
+                    losses = [
+                        nn.functional.mse_loss(model(inputs), targets).item() for inputs, targets in data
+                    ]  # draws random numbers
+                if epoch == 1 and ends_in == "evaluation":
+                    raise RuntimeError("the run dies")
+                if epoch == 1 and ends_in == "signal in the evaluation":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                run.evaluated({"validation": {"loss": sum(losses)}})
+                scheduler.step()
+    except RuntimeError:
+        pass
+    state = stopper.state_dict()
+    return model, rates, {"best": state["best"], "best_at": state["best_at"]["batch"], "seen_at": state["seen_at"]["batch"]}
+
+
+@pytest.mark.parametrize("ends_in", ["step", "evaluation", "signal at the epoch's end", "signal in the evaluation"])
+def test_a_checkpoint_at_an_epoch_s_end_holds_what_the_loop_does_between_epochs(ends_in: str, tmp_path: Path) -> None:
+    whole, rates, state = train_with_work_between_epochs(tmp_path / "whole", "")
+    train_with_work_between_epochs(tmp_path / "resumed", ends_in, *([SignalsAtEpochEnd()] if "epoch" in ends_in else []))
+    resumed, later_rates, resumed_state = train_with_work_between_epochs(tmp_path / "resumed", "")
+    assert later_rates == rates[(2 if "signal" in ends_in else 1) * BATCHES :]
+    assert same(whole, resumed)
+    assert resumed_state == state
+
+
 class ZeroesLoss(Callback):
     """Multiplies the loss by zero."""
 

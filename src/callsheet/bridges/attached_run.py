@@ -58,6 +58,7 @@ class AttachedRun:
     ) -> None:
         self._run = run
         run.evaluation.before = run.eval.begin_all
+        run.boundaries.waits_for_loop = True
         self._observe = partial(TrainingHooks, run, model, optimizer, scaler)
         self._hooks: Any = None  # set to the `TrainingHooks` when the `with` block starts
         self._removed_at_end: list[Any] = []  # everything that observes the loop; each has a method `remove()`
@@ -144,7 +145,7 @@ class AttachedRun:
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
                 try:
-                    self._close_epoch(continues=True)  # the loop may have left `steps` with `break`
+                    self._finish_epoch()
                 except Exception as error:
                     self._give_up(error)
             epoch = max(epoch + 1, state.timestamp.epoch)  # an epoch without steps is not counted in the timestamp
@@ -220,7 +221,7 @@ class AttachedRun:
             raise RequestRejected("steps() inside steps(): an epoch has to end before the next begins")
         if self._unobserved is None:
             try:
-                self._close_epoch(continues=True)
+                self._finish_epoch()
             except Exception as error:
                 self._give_up(error)
         if self._unobserved is not None:
@@ -291,6 +292,11 @@ class AttachedRun:
             if is_whole := self._position.is_at_end:
                 self._position.end()
             self._is_over |= self._run.end_epoch(is_whole=is_whole)
+
+    def _finish_epoch(self) -> None:
+        """Save a checkpoint that is due at the end of the epoch, because the loop has done all that it does after the epoch's last step."""
+        self._close_epoch(continues=True)  # the loop may have left `steps` with `break`
+        self._run.boundaries.fire_postponed()
 
     def _close_epoch(self, *, continues: bool) -> None:
         """End the step and the epoch that are still open because the loop has left them with `break`.
@@ -393,6 +399,7 @@ class AttachedRun:
             )
         try:
             self._close_epoch(continues=False)
+            self._run.boundaries.fire_postponed()
             # In a resumed run, `finish` may carry out an evaluation that a signal prevented before the resume.
             with self._position.at_checkpoint():
                 self._run.finish()

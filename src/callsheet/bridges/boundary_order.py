@@ -134,7 +134,28 @@ class HostedBoundaries(Boundaries):
     """
 
     order: BoundaryOrder
+    waits_for_loop = False
+    """Whether a checkpoint that is due at the end of an epoch waits for `fire_postponed`.
+
+    A hand-written loop does more after the last batch, such as an evaluation and a step of the scheduler. A checkpoint that is saved
+    before lacks it, and so does the resumed run.
+    """
+    _is_postponed = False
 
     def fire_checkpoint_due(self, boundary: Boundary) -> None:
+        if boundary == "epoch" and self.waits_for_loop:
+            self._is_postponed = True
+            if not self.is_preempted or "E" in (self.order.fired or ""):
+                return
+            # A signal has preempted the run, and the process may be killed before the loop has evaluated: save now, and once more then.
         if self.order.may_come("D"):
             super().fire_checkpoint_due(boundary)
+
+    def fire_postponed(self) -> None:
+        """Fire `on_checkpoint_due` if it waits because an epoch has ended. The loop calls this when its part of the epoch is done."""
+        if self._is_postponed:
+            self._is_postponed = False
+            if self.order.may_come("D"):
+                if self.is_preempted:
+                    self._ctx.control.save("the run is preempted", kind="preempt", replicated=True)
+                super().fire_checkpoint_due("epoch")

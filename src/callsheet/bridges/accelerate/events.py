@@ -27,9 +27,9 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
         *("on_microbatch_end", "on_forward_backward_end", "on_clip_gradients_start"),
         *("on_clip_gradients_end", "on_optimizer_step_start", "on_optimizer_step_end"),
     ),
-    "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end", "on_log", "on_checkpoint_due"),
+    "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end", "on_log"),
     "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
-    "run.__exit__": ("on_round_end", "on_train_end", "on_exception", "on_run_end"),
+    "run.__exit__": ("on_checkpoint_due", "on_round_end", "on_train_end", "on_exception", "on_run_end"),
 }
 """For each method that a loop with Accelerate calls, the events of callsheet that are fired during the call.
 

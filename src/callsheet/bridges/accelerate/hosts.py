@@ -310,8 +310,11 @@ class AcceleratedRun(AttachedRun):
     def _save_state(self, saves: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         """End the training step if the optimizer has stepped. Then call `accelerator.save_state` and fire the checkpoint events."""
         try:
-            if self._is_iterating and self._unobserved is None and self._hooks.optimizer.has_stepped:
-                self._end_microbatch()
+            if self._unobserved is None:
+                if not self._is_iterating:
+                    self._run.boundaries.fire_postponed()  # `on_checkpoint_due` comes before the events of a checkpoint
+                elif self._hooks.optimizer.has_stepped:
+                    self._end_microbatch()
         except Exception as error:
             self._give_up(error)
         may_fire, self._is_saved = self._run.eval.order.allows_save(), False
