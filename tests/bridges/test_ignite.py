@@ -30,7 +30,7 @@ from callsheet.callbacks import (
     SaveOnTrigger,
     SpeedMonitor,
 )
-from callsheet.errors import CheckpointError, ConfigError, NotSupported
+from callsheet.errors import CheckpointError, ConfigError, DistributedError, NotSupported
 from callsheet.testing import Recorder, check_events, run_ranks
 
 from .loops.job import POINTS
@@ -650,6 +650,29 @@ def test_two_ranks_train_one_model_and_stop_together(tmp_path: Path) -> None:
     assert zero["evaluated"] == one["evaluated"]
     assert len(zero["evaluated"]) == zero["step"] // 3
     assert (tmp_path / "saved" / "checkpoint_6.pt").is_file()
+
+
+def evaluate_on_rank_zero(folder: str) -> str:
+    idist.initialize("gloo")
+
+    class EvaluatesOnRankZero(DataParallel):
+        def evaluate(self) -> None:
+            if idist.get_rank() == 0:
+                self.evaluator.run([0])
+
+    setup = EvaluatesOnRankZero(Path(folder))
+    setup.evaluator = Engine(
+        lambda engine, batch: engine.state.metrics.update(loss=1.0)
+    )  # without a metric that Ignite reduces itself
+    setup.host([History()])
+    with pytest.raises(DistributedError) as raised:
+        setup.run(max_epochs=3)
+    return str(raised.value)
+
+
+def test_an_evaluator_that_only_rank_zero_runs_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for message in run_ranks(evaluate_on_rank_zero, 2, str(tmp_path)):
+        assert "the ranks call different collectives at the same time" in message
 
 
 def test_a_step_during_which_the_epoch_is_terminated_ends_with_its_fields(tmp_path: Path) -> None:

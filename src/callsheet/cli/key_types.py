@@ -1,4 +1,4 @@
-"""Analyses the types of a recipe's keys: which values are import paths of code, and which types their parts have."""
+"""Analyses the types of a recipe's keys: which keys take the import paths of classes, and which keys have keys inside them."""
 
 from __future__ import annotations
 

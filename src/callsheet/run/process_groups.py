@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import socket
+import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,6 +41,12 @@ _BROKEN_CONNECTION_TEXTS = ("connection closed", "connection reset", "connection
 """Parts of torch's error messages that mean that the connection to a rank is broken."""
 
 
+_SLOTS = 64
+"""How many numbers each reduction sends at least. gloo ends the process if ranks send different numbers of bytes."""
+_LARGEST_TAG = 1_000_000
+"""The square of a tag, summed over thousands of ranks, is still exact in 64 bits."""
+
+
 class LateAfterSignal(DistributedError):
     """A rank did not answer in time after a preemption signal."""
 
@@ -50,12 +60,26 @@ class LockLostElsewhere(RunLockLostError):
 
 
 class Pending:
-    """A reduction over the ranks that runs in the background."""
+    """A reduction over the ranks that runs in the background.
 
-    def __init__(self, payload: Tensor, work: Any, collective: Callable[[str], AbstractContextManager[None]]) -> None:
+    Args:
+        payload: the tag of the reduction, its negative and its square, and then the numbers to reduce.
+        work: the running reduction; None if there is one rank.
+        collective: makes a `with` block that converts errors.
+        checks: raises DistributedError if the reduced tag shows that another rank has called something else.
+    """
+
+    def __init__(
+        self,
+        payload: Tensor,
+        work: Any,
+        collective: Callable[[str], AbstractContextManager[None]],
+        checks: Callable[[list[float]], None] = lambda tag: None,
+    ) -> None:
         self._payload = payload
         self._work = work
         self._collective = collective
+        self._checks = checks
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +95,7 @@ class Pending:
 
         Raises:
             LateAfterSignal: the deadline has passed.
-            DistributedError: the reduction failed; the message names the missing rank.
+            DistributedError: the reduction failed (the message names the missing rank), or another rank has called another collective.
         """
         pause = 0.0001
         while deadline is not None and not self.is_done:
@@ -86,7 +110,8 @@ class Pending:
                     work.wait()
                 finally:
                     del work  # as long as the `Work` object exists, it keeps the group's connections open
-        reduced: list[float] = self._payload.tolist()
+            self._checks(self._payload[:3].tolist())
+        reduced: list[float] = self._payload[3:].tolist()
         return reduced
 
 
@@ -98,7 +123,8 @@ class ProcessGroups:
     If the program has made a process group, the run uses it and does not destroy it. Otherwise the run makes one (NCCL for CUDA
     tensors, gloo for CPU tensors) and destroys it at its end. Agreement and saving have their own gloo groups, so they never wait
     for a reduction of gradients or for each other. All methods except `rank`, `size`, `publish_failure`, `explain_failure` and
-    `close` are collectives: every rank must call them, in the same order.
+    `close` are collectives: every rank must call them, in the same order. If another rank calls another collective at the same time,
+    or the same one in another function, `DistributedError` is raised on the ranks that take part.
 
     Args:
         ranks: this process's rank and the world size, from the launcher.
@@ -122,6 +148,7 @@ class ProcessGroups:
         self.at_step: Callable[[], int] = lambda: 0
         """A function that returns the current step, for error messages. The Trainer or a host sets this attribute."""
         self._is_ours = False  # whether this object, and not the program, made the default process group
+        self._is_fake = False  # whether the groups are of torch's backend for tests, which exchanges nothing
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
         self._presence: _Presence | None = None
         self._notes = _Notes("", self.rank, self._answer_seconds)
@@ -140,12 +167,12 @@ class ProcessGroups:
                     device_id=device if device.type == "cuda" else None,
                 )
                 self._is_ours = True
-            is_fake = distributed.get_backend() == "fake"
-            backend = "fake" if is_fake else "gloo"
+            self._is_fake = distributed.get_backend() == "fake"
+            backend = "fake" if self._is_fake else "gloo"
             self.metadata = distributed.new_group(backend=backend, timeout=group_timeout)
             self.saving = distributed.new_group(backend=backend, timeout=group_timeout)
         mine = (os.urandom(8).hex(), socket.gethostname())
-        each = [mine] * self.size if is_fake else self.gather(mine)
+        each = [mine] * self.size if self._is_fake else self.gather(mine)
         self._machines = [machine for _, machine in each]
         run_id = each[0][0]  # the random id that rank 0 has generated
         self._notes = _Notes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
@@ -170,21 +197,27 @@ class ProcessGroups:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in the order of ranks. The values are sent as pickles."""
-        values: list[Any] = [value]
-        if self.size > 1:
-            values = [None] * self.size
-            with self._collective("gather"):
-                distributed.all_gather_object(values, value, group=self.metadata)
-        return values
+        if self.size == 1:
+            return [value]
+        mine = self._padded(pickle.dumps(value), "gather")
+        with self._collective("gather"):
+            of_ranks = [torch.empty_like(mine) for _ in range(self.size)]
+            distributed.all_gather(of_ranks, mine, group=self.metadata)
+        return [pickle.loads(each.numpy().tobytes()) for each in of_ranks]
 
     def of_rank_zero(self, value: Any) -> Any:
         """Return the `value` of rank 0 on all ranks. The value is sent as a pickle."""
         if self.size == 1:
             return value
-        values = [value]
+        payload = self._padded(pickle.dumps(value) if self.rank == 0 else b"", "broadcast")
         with self._collective("broadcast"):
-            distributed.broadcast_object_list(values, src=0, group=self.metadata)
-        return values[0]
+            distributed.broadcast(payload, src=0, group=self.metadata)
+        return pickle.loads(payload.numpy().tobytes())
+
+    def _padded(self, content: bytes, what: str) -> Tensor:
+        """Return the bytes as a tensor of the same length on all ranks. A pickle ends itself, so bytes after it are ignored."""
+        length = int(self._begin([len(content)], distributed.ReduceOp.MAX, what, depth=3).wait()[0])
+        return torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8)
 
     def publish_failure(self, step: int, error: BaseException) -> None:
         """Write to the rendezvous store why this rank ends the run, so that the other ranks can report the reason.
@@ -314,13 +347,38 @@ class ProcessGroups:
         except RuntimeError as error:
             raise self.explain_failure(error, f"a {what} over the ranks failed: ") from error
 
-    def _begin(self, values: Sequence[float], operation: Any) -> Pending:
-        payload = torch.tensor(values, dtype=torch.float64)
+    def _begin(self, values: Sequence[float], operation: Any, what: str = "reduction", depth: int = 2) -> Pending:
+        """Begin a reduction. The caller, which is named in messages and in the tag, is `depth` calls above this one."""
         if self.size == 1:
-            return Pending(payload, None, self._collective)
+            return Pending(torch.tensor([0.0, 0.0, 0.0, *values], dtype=torch.float64), None, self._collective)
+        caller = sys._getframe(depth).f_code.co_qualname
+        tag = _tag_of(what, caller, operation == distributed.ReduceOp.MAX, len(values))
+        sent = [tag, -tag, tag * tag, *values]
+        if len(sent) > _SLOTS:  # first find out whether all ranks send as many
+            self._reduce(sent[:3], operation, f"{what} in {caller}").wait()
+        return self._reduce(sent, operation, f"{what} in {caller}")
+
+    def _reduce(self, sent: list[float], operation: Any, what: str) -> Pending:
+        payload = torch.zeros(max(len(sent), _SLOTS), dtype=torch.float64)
+        payload[: len(sent)] = torch.tensor(sent, dtype=torch.float64)
+        n = self.size if operation == distributed.ReduceOp.SUM else 1
+
+        def check(tag: list[float]) -> None:
+            if tag != [n * each for each in sent[:3]]:
+                raise DistributedError(
+                    f"the ranks call different collectives at the same time: rank {self.rank} a {what} at step {self.at_step()}; does an "
+                    "evaluation, a callback or a request with replicated=True run on some ranks only?"
+                )
+
         with self._collective("reduction"):
             work = distributed.all_reduce(payload, op=operation, group=self.metadata, async_op=True)
-        return Pending(payload, work, self._collective)
+        return Pending(payload[: len(sent)], work, self._collective, (lambda tag: None) if self._is_fake else check)
+
+
+@lru_cache(maxsize=1024)
+def _tag_of(what: str, caller: str, is_max: bool, length: int) -> float:
+    """Return a number for a reduction that is the same on all ranks, and with high probability another one for another reduction."""
+    return float(zlib.crc32(f"{what} {caller} {is_max} {length}".encode()) % _LARGEST_TAG + 1)
 
 
 class _Notes:

@@ -25,7 +25,11 @@ logger = logging.getLogger("callsheet")
 _MAX_DEPTH = 6
 _MAX_VALUES = 200  # the maximum number of values that are recorded from one mapping or list
 _MAX_TEXT_CHARACTERS = 2000  # the maximum number of characters that are recorded from one text
-_CHANGING_ATTRIBUTES = ("last_epoch", "verbose", "base_lrs")  # public attributes of torch's schedulers that are not settings
+_CHANGING_ATTRIBUTES = (
+    "last_epoch",
+    "verbose",
+    "base_lrs",
+)  # attributes of torch's schedulers that change during training, so they are not settings
 
 
 def settings_of(

@@ -205,7 +205,10 @@ def _attributes(value: object, state: Any) -> dict[str, Any]:
 
 
 def _ignored_attributes(value: object) -> set[str]:
-    """Return the names of the attributes that are not compared. Only a callback may name them itself instead of its class."""
+    """Return the names of the attributes that are not compared.
+
+    A callback gives the names in an attribute of its own or of its class. For other objects, only the attribute of the class counts.
+    """
     given = getattr(value if isinstance(value, Callback) else type(value), IGNORE_ATTRIBUTE, ())
     # A class of another framework may have an attribute of this name that means something else.
     return set(given) if isinstance(given, (tuple, list, set, frozenset)) else set()
