@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,7 +22,7 @@ def sum_there(groups: ProcessGroups) -> None:
     groups.sum([3.0, 4.0])
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[[ProcessGroups], Any], Callable[[ProcessGroups], Any]]] = {
     "numbers and a pickle": (lambda groups: groups.sum([1.0]), lambda groups: groups.gather("x")),
     "a sum and a maximum": (lambda groups: groups.sum([1.0]), lambda groups: groups.max([1.0])),
     "few and many numbers": (lambda groups: groups.sum([1.0]), lambda groups: groups.sum([1.0] * 500)),
