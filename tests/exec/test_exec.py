@@ -88,6 +88,19 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_summary(script: Path)
     assert "Traceback" not in observed.stderr
 
 
+@pytest.mark.parametrize("evaluated", ["model", "inner"])
+def test_an_evaluation_with_the_module_inside_a_wrapper_is_observed_once(evaluated: str, script: Path) -> None:
+    wraps = "inner = model\nmodel = nn.parallel.DistributedDataParallel(inner)\noptimizer = torch"
+    begins = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\ntorch.manual_seed"
+    content = SCRIPT.replace("optimizer = torch", wraps).replace("torch.manual_seed", begins)
+    script.write_text(content.replace("model(inputs).mean()", f"{evaluated}(inputs).mean()"))
+    executed_alone_and_observed(script.parent)
+    run = RunFolder.read(script.parent / "runs" / "a")
+    assert (run.outcome, run.last_step, len(run.evaluations)) == ("finished", 12, 2)
+    timed = [each for window in run.windows for each in window.slices]
+    assert sum(each.name == "forward" for each in timed) == sum(each.name == "optimizer_step" for each in timed)
+
+
 def test_a_script_is_observed_and_unchanged(script: Path) -> None:
     alone, observed = executed_alone_and_observed(script.parent)
     run = RunFolder.read(script.parent / "runs" / "a")

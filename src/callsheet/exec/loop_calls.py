@@ -36,8 +36,13 @@ class LoopCalls(NotCopied):
         self._loop = loop
         self._guard = loop.guard
         self._model = model
-        self._before = Hook(partial(model.register_forward_pre_hook, with_kwargs=True))
-        self._after = Hook(model.register_forward_hook)
+        self._models: list[nn.Module] = [model]
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            self._models.append(
+                model.module
+            )  # scripts often evaluate with the module inside the wrapper, for example on one rank only
+        self._before = [Hook(partial(each.register_forward_pre_hook, with_kwargs=True)) for each in self._models]
+        self._after = [Hook(each.register_forward_hook) for each in self._models]
         # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks too.
         self.are_observable = getattr(model, "_compiled_call_impl", None) is None
         """Whether hooks can observe the calls of the model."""
@@ -53,18 +58,20 @@ class LoopCalls(NotCopied):
         self.was_called = False
         """Whether the model was called with gradients since the last step ended."""
         self._purpose: Literal["train", "eval", ""] = ""  # the purpose of the running forward pass; empty if none is running
+        self._called = model  # the module whose call has begun the running forward pass
 
     def install(self, *, needs_calls: bool, needs_outputs: bool) -> None:
         """Register a hook that is called before the model, if `needs_calls`, and one that is called after it, if `needs_outputs`."""
-        self._before.install(needs_calls, self._begins)
-        self._after.install(needs_outputs, self._ends)
+        for before, after in zip(self._before, self._after, strict=True):
+            before.install(needs_calls, self._begins)
+            after.install(needs_outputs, self._ends)
         if not needs_calls:
             self.are_observed = False
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
-        self._before.remove()
-        self._after.remove()
+        for hook in (*self._before, *self._after):
+            hook.remove()
 
     def give_up(self) -> None:
         """Remove the hooks from the model and never register them again, because the script does not call the model itself."""
@@ -85,9 +92,12 @@ class LoopCalls(NotCopied):
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward pre-hook: find out whether this call begins a training step, a microbatch or a batch of an evaluation."""
         # The script may copy this model's attributes, with the hooks, into another model. Ignore calls of that other model.
-        if is_traced() or get_ident() != self._guard.thread_id or model is not self._model:
+        if is_traced() or get_ident() != self._guard.thread_id or model not in self._models:
             return
         loop = self._loop
+        if model is not self._model and (self._purpose or loop.step.is_open or torch.is_grad_enabled() or model.training):
+            return  # the wrapper calls the module inside it, or the script calls that module in training
+        self._called = model
         try:
             if not self.are_observed:
                 self.are_observed = True
@@ -112,7 +122,7 @@ class LoopCalls(NotCopied):
         """The model's forward hook: end the forward pass of a microbatch, or the batch of an evaluation."""
         if is_traced() or get_ident() != self._guard.thread_id:
             return
-        if self._purpose:
+        if self._purpose and model is self._called:
             self._guard.call(self._end_forward, outputs)
 
     def _end_forward(self, outputs: Any) -> None:
