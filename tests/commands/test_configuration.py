@@ -241,7 +241,7 @@ def test_names_of_other_values_are_not_changed() -> None:
         ),
         (
             ["--scheduler.step_size", "3"],
-            "scheduler.step_size: Dict must include a class_path and optionally init_args",
+            "there is no key 'scheduler.step_size' (",
         ),
         (["--scheduler", "torch.optim.lr_scheduler.StepLR"], "scheduler: the following arguments are required: step_size"),
         (

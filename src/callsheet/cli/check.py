@@ -1,7 +1,7 @@
 """Explains in one line why the values of a recipe's keys are rejected.
 
-jsonargparse, the recipe and the classes that it names decide which values are wrong, but their messages do not say where a value was
-given. `first_error` therefore searches for the first value with which they give the same reason as for all values together.
+Only jsonargparse decides which values are wrong, but its messages do not say where a value was given. `first_error` therefore searches for
+the first value with which jsonargparse gives the same reason as for all values together.
 """
 
 from __future__ import annotations
@@ -11,21 +11,37 @@ from argparse import ArgumentError
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import formatannotation
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 
 from callsheet import callbacks, loggers
 from callsheet.cli import names
-from callsheet.cli.cli_values import Source, key_at, leaves, until
+from callsheet.cli.cli_values import Source
 from callsheet.cli.key_types import names_code, parts_of, typed_keys
 from callsheet.errors import did_you_mean
+from callsheet.recipes.yaml_file import parse_yaml
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import ArgumentParser
 
 _MAX_CHARACTERS = 400
+
+_Result = str | dict[str, Any]
+"""What jsonargparse makes of arguments: the reason for which it rejects them, or the values of all keys."""
+
+
+class _Wrong(NamedTuple):
+    """A value that jsonargparse rejects."""
+
+    key: str
+    value: Any
+    is_known: bool
+    """Whether the key exists. If not, jsonargparse gives the same reason for any value."""
+    before: _Result
+    """The result for all values before this one."""
 
 
 @contextmanager
@@ -41,66 +57,77 @@ def strict_nulls() -> Iterator[None]:
         set_parsing_settings(unset_sentinel=is_strict)
 
 
-def first_error(parser: ArgumentParser, sources: Sequence[Source], use: Callable[[Namespace], Any], reason: str = "") -> str:
-    """Return a message about the first wrong value, with its place, or an empty string if all values are accepted.
+def first_error(parser: ArgumentParser, sources: Sequence[Source], *, only_null: bool = False) -> str:
+    """Return a message about the first wrong value, with its place, or an empty string if jsonargparse accepts all values.
 
-    Args:
-        parser: the parser of the recipe's keys.
-        sources: the values.
-        use: is called with parsed values, often several times, and raises an error if it rejects them.
-        reason: the reason for which all values are rejected. By default, they are tried once more to get it.
+    If `only_null` is set, return an empty string for a value other than null, too.
     """
     parser.default_config_files = []  # the recipe file is one of the sources
-    given = [source.arguments() for source in sources]
-
-    def parse(number: int, path: Sequence[str | int], *value: Any, use: Callable[[Namespace], Any] = use) -> str | dict[str, Any]:
-        """Parse all sources before this one, and the part of this one before `path`, with `value` at the path if it is given.
-
-        Return the values of all keys, or the reason for which the values are rejected.
-        """
-        part = sources[number].arguments(until(sources[number].values, path, *value)) if path else []
-        try:
-            parsed = parser.parse_args([argument for arguments in [*given[:number], part] for argument in arguments], env=False)
-            use(parsed)
-        except Exception as error:  # of jsonargparse, of `use`, or of a module or class that a value names
-            return reason_of(error)
-        values: dict[str, Any] = names.with_names(parsed.as_dict())
-        return values
-
-    rejected = reason or parse(len(sources), ())
-    if not isinstance(rejected, str):
+    reason = _parse(parser, [argument for source in sources for argument in source.arguments()])
+    if not isinstance(reason, str):
         return ""
-    places = [(number, path, value) for number, source in enumerate(sources) for path, value in leaves(source.values)]
-    index = bisect_left(places, True, key=lambda place: parse(*place) == rejected)
-    if index == len(places):
-        return rejected
-    number, path, _ = places[index]
-    value: Any = sources[number].values
     kinds = typed_keys(parser)
-    for depth in range(1, len(path) + 1):  # a mapping or list that contains the value may be the cause
-        outer = path[:depth]
-        key, value = key_at(outer), value[path[depth - 1]]
-        is_known = any(f"{key}.".replace("[", ".").startswith(f"{each}.") or each.startswith(f"{key}.") for each in kinds)
-        if is_known and type(outer[-1]) is not int:  # for an unknown key, the reason is the same with any value
-            is_known = parse(number, outer, None, use=id) != parse(number, outer, "_", use=id)
-        is_cause = str(value) in rejected and isinstance(parse(number, path[: depth + 1]), str)
-        if not is_known or is_cause or parse(number, outer, type(value)()) == rejected:
-            break
-    message = _message(key.replace(".init_args.", "."), value, is_known, parse(number, outer), rejected, kinds)
-    return f"{sources[number].place(key)}{message[:_MAX_CHARACTERS]}{' ...' if len(message) > _MAX_CHARACTERS else ''}"
+    earlier: list[str] = []
+
+    def parse(source: Source, values: Mapping[str, Any]) -> _Result:
+        return _parse(parser, [*earlier, *source.arguments(values)])
+
+    for source in sources:
+        if wrong := _first_wrong(source.values, partial(parse, source), reason, kinds):
+            if only_null and parse_yaml(wrong.value) is not None:
+                return ""
+            message = " ".join(_message(wrong, reason, kinds).split())
+            return f"{source.place(wrong.key)}{message[:_MAX_CHARACTERS]}{' ...' if len(message) > _MAX_CHARACTERS else ''}"
+        earlier += source.arguments()
+    return "" if only_null else reason
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the message of the innermost cause of an error, on one line."""
-    if not isinstance(error, (ArgumentError, ValueError, TypeError)):
+def _parse(parser: ArgumentParser, arguments: list[str]) -> _Result:
+    try:
+        values: dict[str, Any] = names.with_names(parser.parse_args(arguments, env=False).as_dict())
+    except ArgumentError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return " ".join(str(cause).split())
+    except Exception as error:  # any error of a module that jsonargparse imports
         return f"{type(error).__name__}: {error}"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())
+    return values
 
 
-def _message(key: str, value: Any, is_known: bool, before: Any, reason: str, kinds: Mapping[str, Any]) -> str:
-    """Return the message about a wrong value. `before` is the result of parsing the values before it."""
+def _first_wrong(
+    content: Any, parse: Callable[[Any], _Result], reason: str, kinds: Mapping[str, Any], key: str = ""
+) -> _Wrong | None:
+    """Return the first value inside `content` with which `parse` gives the reason. Return None if no value inside is the cause."""
+    entries: list[tuple[Any, Any]] = []
+    if isinstance(content, (list, Mapping)):
+        entries = list(enumerate(content) if isinstance(content, list) else content.items())
+        entries.sort(key=lambda entry: entry[0] != "class_path")  # without its class, jsonargparse cannot judge an argument
+
+    def parse_first(count: int, *last: Any) -> _Result:
+        """Parse the first entries, and one more whose name and value are given as `last`."""
+        part = dict(entries[:count]) | ({last[0]: last[1]} if last else {})
+        return parse(list(part.values()) if isinstance(content, list) else part)
+
+    if not entries or parse_first(0) == reason:
+        return None
+    count = bisect_left(range(len(entries)), True, key=lambda count: parse_first(count + 1) == reason)
+    if count == len(entries):
+        return None
+    name, value = entries[count]
+    before = parse_first(count)
+    if isinstance(before, str) and str(content) in reason:
+        return None  # the reason is that `content` is a list or a mapping
+    at = f"{key}[{name}]" if isinstance(content, list) else f"{key}.{name}".removeprefix(".").removesuffix("+")
+    with_null, with_text = (parse_first(count, name, other) for other in (None, "_"))
+    is_known = isinstance(with_null, dict) or with_null != with_text or isinstance(content, list)
+    is_known &= any(f"{at.replace('[', '.')}.".startswith(f"{each}.") or each.startswith(f"{at}.") for each in kinds)
+    inner = _first_wrong(value, partial(parse_first, count, name), reason, kinds, at) if is_known else None
+    return inner or _Wrong(at.replace(".init_args.", "."), value, is_known, before)
+
+
+def _message(wrong: _Wrong, reason: str, kinds: Mapping[str, Any]) -> str:
+    key, value, is_known, before = wrong
     parent, _, name = key.rpartition(".")
     # If arguments are missing before the value, the reason names them.
     missing = before.partition(" required: ")[2].split(", ") if isinstance(before, str) else []
@@ -113,8 +140,6 @@ def _message(key: str, value: Any, is_known: bool, before: Any, reason: str, kin
         near = did_you_mean(name, valid).replace("mean '", f"mean '{parent}." if parent else "mean '")
         listed = f" (there are {', '.join(valid)})" if parent and valid and not missing else ""
         return f"there is no key {key!r}{near or listed}"
-    if reason.startswith((key, f"unknown {key}", f"{name}=")):
-        return reason.replace(f"{name}=", f"{key}=", 1) if reason.startswith(f"{name}=") else reason
     if key in kinds and not names_code(kinds[key]) and not isinstance(value, Mapping):
         reason = f"give {formatannotation(kinds[key])}"
         key = f"{key}={'null' if value is None else value}"

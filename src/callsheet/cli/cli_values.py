@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,10 @@ class Source:
     path: Path | None = None
     variable: str = ""
 
+    def gives(self, key: str) -> bool:
+        """Return whether this source has a value for `key`, for a key inside it, or for a value that contains it."""
+        return any(f"{each}.".startswith(f"{key}.") or f"{key}.".startswith(f"{each}.") for each in _keys(self.values))
+
     def place(self, key: str) -> str:
         """Return a prefix for messages about a key: `mine.yaml:3: `, `CALLSHEET_SEED: `, or "" for the command line."""
         if self.path is None:
@@ -39,32 +42,25 @@ class Source:
         return [f"--config={_as_text(values)}"] if self.path else [f"--{key}={_as_text(value)}" for key, value in values.items()]
 
 
-def leaves(content: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield each value inside a list or mapping, with its path: the keys and indexes that lead to it."""
-    for name, value in _entries(content):
-        yield from (((name, *path), inner) for path, inner in leaves(value)) if _entries(value) else [((name,), value)]
+def _keys(values: Mapping[str, Any], outer: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values."""
+    for name, value in values.items():
+        key = f"{outer}{name}".removesuffix("+")
+        if isinstance(value, Mapping) and value:
+            yield from _keys(value, f"{key}.")
+        else:
+            yield key
 
 
-def until(content: Any, path: Sequence[str | int], *value: Any) -> Any:
-    """Return the part of a list or mapping before `path`. If a value is given, it is added at the path."""
-    name, *inner = path
-    part = dict(takewhile(lambda entry: entry[0] != name, _entries(content)))
-    if inner or value:
-        part[name] = until(content[name], inner, *value) if inner else value[0]
-    return list(part.values()) if isinstance(content, list) else part
+class _Quoting(yaml.SafeDumper):
+    """Writes all texts in quotes, because jsonargparse reads a text such as `1e3` without quotes as a number."""
 
 
-def key_at(path: Sequence[str | int]) -> str:
-    """Return a path as a key, such as `callbacks[1].keep`."""
-    return "".join(f"[{name}]" if type(name) is int else f".{name}" for name in path).removeprefix(".").removesuffix("+")
-
-
-def _entries(content: Any) -> list[tuple[Any, Any]]:
-    return list(enumerate(content) if isinstance(content, list) else content.items() if isinstance(content, Mapping) else ())
+_Quoting.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, sort_keys=False)
+    return value if isinstance(value, str) else yaml.dump(value, Dumper=_Quoting, default_flow_style=True, sort_keys=False)
 
 
 def sources_of(path: Path, variables: Mapping[str, str], overrides: Sequence[str]) -> Iterator[Source]:

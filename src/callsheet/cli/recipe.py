@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import yaml
 
 from callsheet import callbacks
 from callsheet.cli import environment, names
-from callsheet.cli.check import first_error, reason_of, strict_nulls
+from callsheet.cli.check import first_error, strict_nulls
 from callsheet.cli.cli_values import Source, sources_of
 from callsheet.cli.key_types import typed_keys
 from callsheet.cli.shipped import RECIPES, recipe_path
@@ -38,6 +39,9 @@ NEW_RUN_HINT = "--resume new sets the run aside and starts a new one; --run_name
 
 CONFIG = "config.yaml"
 """The name of the recipe file in a run's folder. The file has the values with which the run was trained."""
+
+
+_LISTS = ("callbacks", "loggers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +69,63 @@ class Values:
             ConfigError: a class rejects a value.
         """
         resolved = self.as_yaml()
+        given = self.given.clone()
+        lists = {key: [self._construct(spec, f"{key}[{i}]") for i, spec in enumerate(given[key] or [])] for key in _LISTS}
+        given.callbacks, given.loggers = [], []
         try:
-            job = self._make_job(self.given)
-        except ValueError as error:  # a class that a value names rejects its arguments, or two callbacks have the same name
-            raise ConfigError(first_error(self.parser, self.sources, self._make_job, reason_of(error))) from error
-        job.resolved, job.new_run_hint = resolved, NEW_RUN_HINT
+            made = self.parser.instantiate(given)
+            config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
+        except ValueError as error:
+            rejected = _cause_of(error)
+            if not isinstance(rejected, ConfigError):
+                raise
+            key = _first_word(rejected)
+            is_key = any(f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.") for each in typed_keys(self.parser))
+            raise ConfigError(f"{self._source_of(key).place(key) if is_key else ''}{rejected}") from error
+        job = self.kind(config, **lists, resolved=resolved)
+        job.new_run_hint = NEW_RUN_HINT
         return Prepared(self.path, job, resolved)
 
-    def _make_job(self, given: Namespace) -> Recipe[Any]:
-        made = self.parser.instantiate(given)
-        config = self.kind.Config(**{field.name: made[field.name] for field in fields(self.kind.Config)})
-        return self.kind(config, callbacks=made.callbacks, loggers=made.loggers)
+    def _construct(self, spec: Namespace, key: str) -> Callback:
+        """Return the callback or logger that `spec` describes.
+
+        Raises:
+            ConfigError: the class rejects an argument; the message begins with the place, such as
+                `mine.yaml:7: callbacks[2] (CheckpointSaver): `.
+        """
+        from jsonargparse import ArgumentParser, Namespace
+
+        parser = ArgumentParser()
+        parser.add_argument("--value", type=Callback)
+        try:
+            callback: Callback = parser.instantiate(Namespace(value=spec)).value  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            rejected = _cause_of(error)
+            own = spec.init_args.callback if spec.class_path == names.NAMED_PATH else spec
+            kind = "" if isinstance(rejected, ConfigError) else f"{type(rejected).__name__}: "
+            place = self._source_of(key.partition("[")[0]).place(f"{key}.{_first_word(rejected)}")
+            raise ConfigError(f"{place}{key} ({own.class_path.rpartition('.')[2]}): {kind}{rejected}") from error
+        return callback
+
+    def _source_of(self, key: str) -> Source:
+        """Return the source whose value for a key is used. If no source has a value, return the recipe file."""
+        return source_of(self.sources, key)
+
+
+def source_of(sources: Sequence[Source], key: str) -> Source:
+    """Return the source whose value for a key is used. If no source has a value, return the first, which is the recipe file."""
+    return next((source for source in reversed(sources) if source.gives(key)), sources[0])
+
+
+def _cause_of(error: ValueError) -> BaseException:
+    """Return the error of a class, which jsonargparse wraps in an error of its own if a key takes values of several types."""
+    return error.__cause__ if isinstance(error.__cause__, ConfigError) else error
+
+
+def _first_word(error: BaseException) -> str:
+    """Return the word with which a message begins. It is often the name of the argument that is rejected."""
+    named = re.match(r"(?:unknown )?([\w.]+)", str(error))
+    return named.group(1) if named else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,33 +200,38 @@ def values_of(
     parser = recipe_parser(kind, path, command=command, title=title or str(path))
     from_environment = environment.arguments(parser, os.environ if variables is None else variables)
     sources = tuple(sources_of(path, from_environment, overrides))
-    check = partial(_check, parser, sources[0].values["recipe"])
-    message = ""
     try:
         given = parser.parse_args([*(f"--{key}={value}" for key, value in from_environment.items()), *overrides], env=False)
-        check(given)
     except Exception as error:  # an `ArgumentError`, or any error of a module that a value names
-        message = reason_of(error)
-    with strict_nulls():
-        message = first_error(recipe_parser(kind, path, command=command, title=title or str(path)), sources, check) or message
-    if message:
+        message = first_error(parser, sources)
+        if not message and not isinstance(error, argparse.ArgumentError):
+            raise
+        raise ConfigError(f"{message or ' '.join(str(error).split())} ({parser.prog} --help explains every key)") from None
+    if message := _error_in(parser, given, sources):
         raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
+    with strict_nulls():
+        strict_parser = recipe_parser(kind, path, command=command, title=title or str(path))
+        if message := first_error(strict_parser, sources, only_null=True):
+            raise ConfigError(f"{message} ({parser.prog} --help explains every key)")
     return Values(path, kind, parser, given, sources)
 
 
-def _check(parser: ArgumentParser, recipe: str, given: Namespace) -> None:
-    """Check values that jsonargparse accepts although the recipe cannot use them.
-
-    Raises:
-        ConfigError: the values are those of another recipe, or a text is given for a key that has keys of its own.
-    """
-    if given.recipe not in (None, recipe):
-        raise ConfigError(f"recipe: only the recipe file can name it, and it names {recipe}")
+def _error_in(parser: ArgumentParser, given: Namespace, sources: Sequence[Source]) -> str:
+    """Return a message about a value that jsonargparse accepts although the recipe cannot use it, or an empty string."""
+    name = sources[0].values["recipe"]
+    for source in sources[1:]:
+        if source.values.get("recipe", name) != name:
+            return f"{source.place('recipe')}recipe: only the recipe file can name it, and it names {name}"
     kinds = typed_keys(parser)
+    for source in sources:
+        for key, value in source.values.items():  # jsonargparse accepts any key with an empty mapping
+            if value == {} and not any(f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.") for each in kinds):
+                return f"{source.place(key)}there is no key {key!r}{did_you_mean(key, kinds)}"
     for key in kinds:
         group = key.rpartition(".")[0]  # such as `model` for `model.path`
         if group and group not in kinds and not hasattr(given.get(group), "__dict__"):
-            raise ConfigError(f"{group}: give its keys one by one, such as {key}")
+            return f"{source_of(sources, group).place(group)}{group}: give its keys one by one, such as {key}"
+    return ""
 
 
 def recipe_class(path: Path) -> type[Recipe[Any]]:
