@@ -101,10 +101,14 @@ class Values:
             callback: Callback = parser.instantiate(Namespace(value=spec)).value  # type: ignore[no-untyped-call]
         except ValueError as error:
             rejected = _cause_of(error)
+            if not isinstance(rejected, ValueError):
+                raise  # the class has a fault, and does not reject an argument
             own = spec.init_args.callback if spec.class_path == names.NAMED_PATH else spec
             kind = "" if isinstance(rejected, ConfigError) else f"{type(rejected).__name__}: "
             place = self._source_of(key.partition("[")[0]).place(f"{key}.{_first_word(rejected)}")
-            raise ConfigError(f"{place}{key} ({own.class_path.rpartition('.')[2]}): {kind}{rejected}") from error
+            raise ConfigError(
+                f"{place}{key} ({own.class_path.rpartition('.')[2]}): {kind}{' '.join(str(rejected).split())}"
+            ) from error
         return callback
 
     def _source_of(self, key: str) -> Source:
@@ -118,8 +122,9 @@ def source_of(sources: Sequence[Source], key: str) -> Source:
 
 
 def _cause_of(error: ValueError) -> BaseException:
-    """Return the error of a class, which jsonargparse wraps in an error of its own if a key takes values of several types."""
-    return error.__cause__ if isinstance(error.__cause__, ConfigError) else error
+    """Return the error of a class, which jsonargparse may have wrapped in an error of its own."""
+    is_wrapper = isinstance(error.__cause__, ConfigError) or str(error).startswith("Problem with given class_path")
+    return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
 def _first_word(error: BaseException) -> str:
