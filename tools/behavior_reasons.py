@@ -103,6 +103,12 @@ REASONS: tuple[Reason, ...] = (
         for part, key in (("matrix", "instructlab/callbacks/SpeedMonitor/"), ("hosts instructlab", "outcome with built-ins"))
     ),
     Reason(
+        "A hand-written loop evaluates and steps its scheduler after an epoch, so `on_checkpoint_due` at the end of an epoch is fired "
+        "when the loop has done this. Before, it was fired at the end of the epoch, and again after the evaluation.",
+        "hosts (bare|accelerate)",
+        r"on_checkpoint_due \d+(/|$)",
+    ),
+    Reason(
         "New files in a run's folder: its settings and its environment.",
         "(recipes|run_folders)",
         r"file/(settings|environment)\.json",
