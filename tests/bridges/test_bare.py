@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -723,7 +724,7 @@ class SignalsAtEpochEnd(Callback):
 
 
 def train_with_work_between_epochs(
-    folder: Path, ends_in: str, *callbacks: Callback
+    folder: Path, ends_in: str, *callbacks: Callback, leaves: bool = False
 ) -> tuple[nn.Module, list[float], Mapping[str, Any]]:
     """Train four epochs with a loop that evaluates and steps its scheduler after each epoch.
 
@@ -747,10 +748,14 @@ def train_with_work_between_epochs(
                 for number, (inputs, targets) in enumerate(run.steps(data)):
                     if (epoch, number, ends_in) == (1, 2, "step"):
                         raise RuntimeError("the run dies")
+                    if (epoch, number, ends_in) in ((1, 2, "signal in a step"), (1, BATCHES - 1, "signal in the last step")):
+                        os.kill(os.getpid(), signal.SIGTERM)
                     optimizer.zero_grad()
                     nn.functional.mse_loss(model(inputs), targets).backward()
                     optimizer.step()
                     rates.append(optimizer.param_groups[0]["lr"])
+                if run.preempted and leaves:
+                    break
                 with torch.no_grad():
                     losses = [
                         nn.functional.mse_loss(model(inputs), targets).item() for inputs, targets in data
@@ -767,14 +772,66 @@ def train_with_work_between_epochs(
     return model, rates, {"best": state["best"], "best_at": state["best_at"]["batch"], "seen_at": state["seen_at"]["batch"]}
 
 
-@pytest.mark.parametrize("ends_in", ["step", "evaluation", "signal at the epoch's end", "signal in the evaluation"])
-def test_a_checkpoint_at_an_epoch_s_end_holds_what_the_loop_does_between_epochs(ends_in: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends_in", "leaves", "steps"),
+    [
+        ("step", False, 1),
+        ("evaluation", False, 1),
+        ("signal in a step", False, 1.6),
+        ("signal in a step", True, 1.6),
+        ("signal in the last step", False, 2),
+        ("signal in the last step", True, 2),
+        ("signal at the epoch's end", False, 2),
+        ("signal in the evaluation", False, 2),
+    ],
+)
+def test_a_checkpoint_at_an_epoch_s_end_holds_what_the_loop_does_between_epochs(
+    ends_in: str, leaves: bool, steps: float, tmp_path: Path
+) -> None:
+    """`leaves` says whether the loop leaves its epochs when it is preempted; `steps` counts the epochs before the resume."""
     whole, rates, state = train_with_work_between_epochs(tmp_path / "whole", "")
-    train_with_work_between_epochs(tmp_path / "resumed", ends_in, *([SignalsAtEpochEnd()] if "epoch" in ends_in else []))
+    signals = [SignalsAtEpochEnd()] if "epoch" in ends_in else []
+    train_with_work_between_epochs(tmp_path / "resumed", ends_in, *signals, leaves=leaves)
     resumed, later_rates, resumed_state = train_with_work_between_epochs(tmp_path / "resumed", "")
-    assert later_rates == rates[(2 if "signal" in ends_in else 1) * BATCHES :]
+    assert later_rates == rates[round(steps * BATCHES) :]
     assert same(whole, resumed)
     assert resumed_state == state
+
+
+def test_the_final_checkpoint_does_not_hold_what_the_loop_does_after_its_epochs(tmp_path: Path) -> None:
+    model, optimizer, data = parts()
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "run_name": "run", "runs_folder": tmp_path}
+    with contextlib.suppress(RuntimeError), attach(callbacks=[CheckpointSaver()], max_duration="2ep", **options) as run:
+        for _ in run.epochs(3):
+            for inputs, targets in run.steps(data):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+        raise RuntimeError("the test of the model fails")
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "ep2-ba10").info["kind"] == "final"
+
+
+def signal_one_rank(moment: str) -> tuple[str, int]:
+    torch.distributed.init_process_group("gloo")
+    model, optimizer, _ = parts()
+    data = [(torch.ones(2, 3), torch.zeros(2, 1))] * 50
+    with attach(model=model, optimizer=optimizer, timeout_seconds=20) as run:
+        for epoch in run.epochs(3):
+            for number, (inputs, targets) in enumerate(run.steps(data)):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                if torch.distributed.get_rank() == 1 and (epoch, number) == (1, {"first step": 0, "last step": 49}.get(moment)):
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if torch.distributed.get_rank() == 1 and (epoch, moment) == (1, "between epochs"):
+                os.kill(os.getpid(), signal.SIGTERM)
+    torch.distributed.destroy_process_group()
+    return str(run.ctx.run.outcome), run.ctx.step
+
+
+@pytest.mark.parametrize("moment", ["first step", "last step", "between epochs"])
+def test_a_signal_on_one_rank_near_an_epoch_s_end_preempts_all_ranks(moment: str) -> None:
+    one, other = run_ranks(signal_one_rank, 2, moment)
+    assert one == other
+    assert one[0] == "preempted"
 
 
 class ZeroesLoss(Callback):

@@ -79,6 +79,14 @@ class Preempt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class PreemptsAtEpochEnd(Callback):
+    """Preempts the run at the end of the second epoch, before its evaluation."""
+
+    def on_epoch_end(self, ctx: Context) -> None:
+        if ctx.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class MakesWeightsNaN(Callback):
     phase = "change"
 
@@ -336,6 +344,14 @@ def test_a_better_checkpoint_replaces_the_best_also_after_a_resume(tmp_path: Pat
     assert fit(tmp_path, saver(), scores=[0.5, 0.4], max_duration="2ep") == {6: "best"}
     assert fit(tmp_path, saver(), scores=[0.45, 0.42], max_duration="4ep", resume="auto") == {6: "best"}
     assert fit(tmp_path, saver(), scores=[0.45, 0.42, 0.3], max_duration="5ep", resume="auto") == {15: "best"}
+
+
+def test_a_best_checkpoint_that_replaces_the_preempted_one_of_its_step_is_kept(tmp_path: Path) -> None:
+    def saver() -> CheckpointSaver:
+        return CheckpointSaver(keep=1, monitor="validation/loss")
+
+    fit(tmp_path, saver(), PreemptsAtEpochEnd(), scores=[0.5], max_duration="4ep")
+    assert fit(tmp_path, saver(), scores=[0.1, 0.6, 0.7], max_duration="4ep", resume="auto") == {6: "best", 12: "final"}
 
 
 def test_a_best_whose_checkpoint_was_deleted_does_not_count(tmp_path: Path) -> None:

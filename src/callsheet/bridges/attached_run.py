@@ -94,7 +94,7 @@ class AttachedRun:
     def preempted(self) -> bool:
         """Whether a signal other than Ctrl-C has preempted the run.
 
-        A checkpoint was saved if a callback or the signal requested one.
+        A checkpoint was saved. If the signal arrived after an epoch's last step, it is saved when the loop continues or ends.
         """
         return self._run.lifetime.outcome is Outcome.PREEMPTED
 
@@ -139,8 +139,8 @@ class AttachedRun:
         epoch = state.timestamp.epoch
         while not self.is_over and epoch < count:
             yield epoch
-            if self._unobserved is None and not self.is_over:
-                if state.timestamp.epoch == epoch and self._run.ctx.step == state.baseline.batch:
+            if self._unobserved is None:
+                if not self.is_over and state.timestamp.epoch == epoch and self._run.ctx.step == state.baseline.batch:
                     raise RequestRejected(
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
@@ -375,6 +375,8 @@ class AttachedRun:
         run = self._run
         try:
             if error is not None:
+                if isinstance(error, SystemExit) and self._unobserved is None:
+                    run.boundaries.fire_postponed(is_loop_over=True)  # a loop may exit because the run is preempted
                 run.fail(error)
             else:
                 try:
@@ -399,7 +401,7 @@ class AttachedRun:
             )
         try:
             self._close_epoch(continues=False)
-            self._run.boundaries.fire_postponed()
+            self._run.boundaries.fire_postponed(is_loop_over=True)
             # In a resumed run, `finish` may carry out an evaluation that a signal prevented before the resume.
             with self._position.at_checkpoint():
                 self._run.finish()

@@ -140,22 +140,33 @@ class HostedBoundaries(Boundaries):
     A hand-written loop does more after the last batch, such as an evaluation and a step of the scheduler. A checkpoint that is saved
     before lacks it, and so does the resumed run.
     """
+    _is_between_epochs = False
     _is_postponed = False
+    _saved_step = -1  # the step of the latest checkpoint
+
+    def reach(self, boundary: Boundary) -> bool:
+        self._is_between_epochs = boundary == "epoch" and self.waits_for_loop
+        return super().reach(boundary)
 
     def fire_checkpoint_due(self, boundary: Boundary) -> None:
-        if boundary == "epoch" and self.waits_for_loop:
+        if boundary == "epoch" and self._is_between_epochs:
             self._is_postponed = True
-            if not self.is_preempted or "E" in (self.order.fired or ""):
-                return
-            # A signal has preempted the run, and the process may be killed before the loop has evaluated: save now, and once more then.
-        if self.order.may_come("D"):
+        elif self.order.may_come("D"):
             super().fire_checkpoint_due(boundary)
 
-    def fire_postponed(self) -> None:
-        """Fire `on_checkpoint_due` if it waits because an epoch has ended. The loop calls this when its part of the epoch is done."""
-        if self._is_postponed:
-            self._is_postponed = False
-            if self.order.may_come("D"):
-                if self.is_preempted:
-                    self._ctx.control.save("the run is preempted", kind="preempt", replicated=True)
-                super().fire_checkpoint_due("epoch")
+    def fire_postponed(self, *, is_loop_over: bool = False) -> None:
+        """Fire `on_checkpoint_due` if it waits because an epoch has ended. The loop calls this when its part of the epoch is done.
+
+        If the loop is over because it has seen that the run is preempted, it may not have done its part. So nothing is saved if a
+        checkpoint of the epoch's last step exists, from which a resumed run does that part.
+        """
+        if not self._is_postponed:
+            return
+        self._is_postponed = False
+        is_saved = self.is_preempted and self._saved_step == self._ctx.step
+        if not (is_loop_over and is_saved) and self.order.may_come("D"):
+            super().fire_checkpoint_due("epoch")
+
+    def _save_requested(self) -> None:
+        self._saved_step = self._ctx.step
+        super()._save_requested()

@@ -415,6 +415,7 @@ class HostedRun(ObservedRun):
         """
         self.records.tally.update_timestamp(self.state)
         self._fire_evaluation(results)
+        self._next_boundary = 0  # after an evaluation, the ranks exchange messages at the next step
         return self.boundaries.leave_evaluation()
 
     def _fire_evaluation(self, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -430,6 +431,7 @@ class HostedRun(ObservedRun):
     def _prepare_epoch(self) -> None:
         self._order.leave()
         self.ctx.epoch = self.state.timestamp.epoch + 1
+        self._next_boundary = 0  # after an epoch, the ranks exchange messages at the next step
         self.records.tally.start()
 
     def _prepare_step(self) -> None:

@@ -32,7 +32,9 @@ def rotate(ctx: Context, by: str, keep: int | None) -> bool:
     if info is None or by not in info.requested_by:
         return False
     claims: dict[str, dict[str, Any]] = ctx.user_state.setdefault(_CLAIMS_KEY, {})
-    claims.setdefault(_name(ctx, info.path), {"by": list(info.requested_by), "is_finite": info.is_finite})
+    claim = claims.setdefault(_name(ctx, info.path), {"by": list(info.requested_by), "is_finite": info.is_finite})
+    if by not in claim["by"]:  # the checkpoint of this step was written again, for another request
+        claim["by"].append(by)
     held = checkpoints_kept_for(ctx, by)
     while keep is not None and len(held) > keep:
         old = next((name for name in held if not claims[name]["is_finite"]), held[0])

@@ -29,7 +29,7 @@ FIRED_AT: Mapping[str, tuple[str, ...]] = {
     ),
     "run.evaluated": ("on_eval_all_start", "on_eval_start", "on_eval_end", "on_eval_all_end", "on_log"),
     "Accelerator.save_state": ("on_checkpoint_save_start", "on_checkpoint_save_end", "on_checkpoint_published"),
-    "run.__exit__": ("on_checkpoint_due", "on_round_end", "on_train_end", "on_exception", "on_run_end"),
+    "run.__exit__": ("on_round_end", "on_train_end", "on_exception", "on_run_end"),
 }
 """For each method that a loop with Accelerate calls, the events of callsheet that are fired during the call.
 
