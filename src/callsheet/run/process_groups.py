@@ -199,7 +199,7 @@ class ProcessGroups:
         """Return the `value` of every rank, in the order of ranks. The values are sent as pickles."""
         if self.size == 1:
             return [value]
-        mine = self._padded(pickle.dumps(value), "gather")
+        mine = self._pad(pickle.dumps(value), "gather")
         with self._collective("gather"):
             of_ranks = [torch.empty_like(mine) for _ in range(self.size)]
             distributed.all_gather(of_ranks, mine, group=self.metadata)
@@ -209,12 +209,12 @@ class ProcessGroups:
         """Return the `value` of rank 0 on all ranks. The value is sent as a pickle."""
         if self.size == 1:
             return value
-        payload = self._padded(pickle.dumps(value) if self.rank == 0 else b"", "broadcast")
+        payload = self._pad(pickle.dumps(value) if self.rank == 0 else b"", "broadcast")
         with self._collective("broadcast"):
             distributed.broadcast(payload, src=0, group=self.metadata)
         return pickle.loads(payload.numpy().tobytes())
 
-    def _padded(self, content: bytes, what: str) -> Tensor:
+    def _pad(self, content: bytes, what: str) -> Tensor:
         """Return the bytes as a tensor of the same length on all ranks. A pickle ends itself, so bytes after it are ignored."""
         length = int(self._begin([len(content)], distributed.ReduceOp.MAX, what, depth=3).wait()[0])
         return torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8)
