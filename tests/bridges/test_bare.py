@@ -810,6 +810,21 @@ def test_the_final_checkpoint_does_not_hold_what_the_loop_does_after_its_epochs(
     assert read_manifest(tmp_path / "run" / "checkpoints" / "ep2-ba10").info["kind"] == "final"
 
 
+def test_a_loop_that_exits_because_it_is_preempted_has_a_checkpoint_of_its_epoch(tmp_path: Path) -> None:
+    model, optimizer, data = parts()
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "run_name": "run", "runs_folder": tmp_path}
+    with contextlib.suppress(SystemExit), attach(callbacks=[CheckpointSaver()], **options) as run:
+        for _ in run.epochs(3):
+            for inputs, targets in run.steps(data):
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+            os.kill(os.getpid(), signal.SIGTERM)
+            run.evaluated({"validation": {"loss": 1.0}})
+            if run.preempted:
+                raise SystemExit(75)
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "ep1-ba5").info["kind"] == "preempt"
+
+
 def signal_one_rank(moment: str) -> tuple[str, int]:
     torch.distributed.init_process_group("gloo")
     model, optimizer, _ = parts()

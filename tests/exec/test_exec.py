@@ -88,6 +88,15 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_summary(script: Path)
     assert "Traceback" not in observed.stderr
 
 
+def test_a_compiled_module_inside_a_wrapper_gets_no_hooks(script: Path) -> None:
+    wraps = "model.compile(backend='eager')\nmodel = nn.parallel.DistributedDataParallel(model)\noptimizer = torch"
+    begins = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\ntorch.manual_seed"
+    hooks = "\nassert not model.module._forward_pre_hooks and not model.module._forward_hooks\n"
+    script.write_text(SCRIPT.replace("optimizer = torch", wraps).replace("torch.manual_seed", begins) + hooks)
+    executed_alone_and_observed(script.parent)
+    assert len(RunFolder.read(script.parent / "runs" / "a").evaluations) == 2
+
+
 @pytest.mark.parametrize("evaluated", ["model", "inner"])
 def test_an_evaluation_with_the_module_inside_a_wrapper_is_observed_once(evaluated: str, script: Path) -> None:
     wraps = "inner = model\nmodel = nn.parallel.DistributedDataParallel(inner)\noptimizer = torch"

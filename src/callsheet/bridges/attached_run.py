@@ -145,7 +145,7 @@ class AttachedRun:
                         "an epoch of run.epochs() has ended without a step: take its batches from run.steps(dataloader)"
                     )
                 try:
-                    self._finish_epoch()
+                    self._finish_epoch(is_over=self.is_over)
                 except Exception as error:
                     self._give_up(error)
             epoch = max(epoch + 1, state.timestamp.epoch)  # an epoch without steps is not counted in the timestamp
@@ -293,9 +293,13 @@ class AttachedRun:
                 self._position.end()
             self._is_over |= self._run.end_epoch(is_whole=is_whole)
 
-    def _finish_epoch(self) -> None:
-        """Save a checkpoint that is due at the end of the epoch, because the loop has done all that it does after the epoch's last step."""
-        self._close_epoch(continues=True)  # the loop may have left `steps` with `break`
+    def _finish_epoch(self, *, is_over: bool = False) -> None:
+        """Save a checkpoint that is due at the end of the epoch, because the loop has done all that it does after the epoch's last step.
+
+        If training is not over, first close the epoch, because the loop may have left `steps` with `break`.
+        """
+        if not is_over:
+            self._close_epoch(continues=True)
         self._run.boundaries.fire_postponed()
 
     def _close_epoch(self, *, continues: bool) -> None:
@@ -374,16 +378,16 @@ class AttachedRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
         run = self._run
         try:
-            if error is not None:
-                if isinstance(error, SystemExit) and self._unobserved is None:
-                    run.boundaries.fire_postponed(is_loop_over=True)  # a loop may exit because the run is preempted
-                run.fail(error)
-            else:
-                try:
+            try:
+                if error is None:
                     self._finish()
-                except BaseException as raised:
-                    run.fail(raised)
-                    raise
+                elif isinstance(error, SystemExit) and self.preempted and self._unobserved is None:
+                    run.boundaries.fire_postponed(is_loop_over=True)  # the loop exits on all ranks because the run is preempted
+            except BaseException as raised:
+                run.fail(raised)
+                raise
+            if error is not None:
+                run.fail(error)
         finally:
             self._has_exited = True
             self._release()

@@ -140,9 +140,9 @@ class HostedBoundaries(Boundaries):
     A hand-written loop does more after the last batch, such as an evaluation and a step of the scheduler. A checkpoint that is saved
     before lacks it, and so does the resumed run.
     """
-    _is_between_epochs = False
+    _is_between_epochs = False  # whether a whole epoch has ended after the latest step at which something was due
     _is_postponed = False
-    _saved_step = -1  # the step of the latest checkpoint
+    _saved_step = -1  # the step of the latest checkpoint that a callback or a signal requested
 
     def reach(self, boundary: Boundary) -> bool:
         self._is_between_epochs = boundary == "epoch" and self.waits_for_loop

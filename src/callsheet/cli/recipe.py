@@ -42,6 +42,7 @@ CONFIG = "config.yaml"
 
 
 _LISTS = ("callbacks", "loggers")
+"""The keys whose values are lists of callbacks. They are constructed one by one, so that an error can name the callback."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,17 +37,14 @@ class LoopCalls(NotCopied):
         self._guard = loop.guard
         self._model = model
         self._models: list[nn.Module] = [model]
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            self._models.append(
-                model.module
-            )  # scripts often evaluate with the module inside the wrapper, for example on one rank only
+        # Scripts often evaluate with the module inside the wrapper, for example on one rank only.
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) and _may_have_hooks(model.module):
+            self._models.append(model.module)
         self._before = [Hook(partial(each.register_forward_pre_hook, with_kwargs=True)) for each in self._models]
         self._after = [Hook(each.register_forward_hook) for each in self._models]
-        # Do not add hooks to a model that was compiled in place, because torch.compile would compile the hooks too.
-        self.are_observable = getattr(model, "_compiled_call_impl", None) is None
+        self.are_observable = _may_have_hooks(model)
         """Whether hooks can observe the calls of the model."""
-        if isinstance(model, torch.jit.ScriptModule):  # torch does not allow hooks on a ScriptModule
-            self.are_observable = False
+        if isinstance(model, torch.jit.ScriptModule):
             logger.warning("%s trains a ScriptModule, so its forward passes and evaluations are not observed", loop.run.host)
         self.are_observed = self.are_observable
         """Whether hooks observe the model's calls now. If not, the first `backward` begins the step."""
@@ -134,3 +131,11 @@ class LoopCalls(NotCopied):
         if run.driver.spans["forward"].is_open:
             run.ctx.outputs = outputs
             run.driver.start("loss")  # starting the span `loss` also ends the span `forward`
+
+
+def _may_have_hooks(model: nn.Module) -> bool:
+    """Return whether hooks may be registered on a model.
+
+    torch.compile would also compile the hooks of a model that was compiled in place, and torch allows no hooks on a ScriptModule.
+    """
+    return getattr(model, "_compiled_call_impl", None) is None and not isinstance(model, torch.jit.ScriptModule)

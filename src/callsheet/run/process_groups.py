@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import socket
 import sys
-import threading
 import time
 import traceback
 import zlib
@@ -23,23 +21,27 @@ from torch import Tensor, distributed
 
 from callsheet.core.ranks import Ranks, initialized_distributed
 from callsheet.errors import CallsheetError, DistributedError, HostError, RunLockLostError
+from callsheet.run.rank_notes import (
+    CUT_OFF,
+    FAILED,
+    GAVE_UP,
+    LEFT,
+    LOOK_SECONDS,
+    LOST_LOCK,
+    TIMED_OUT,
+    RankNotes,
+    RankPresence,
+)
 from callsheet.run.reasons import error_line
-from callsheet.run.store import attempt_store, keeper_of_store, named_ranks, within
+from callsheet.run.store import attempt_store, keeper_of_store, named_ranks
 
 ANSWER_SECONDS = 5.0
 """The longest time for which a rank tries to find out which rank is at fault, after a failed collective.
 
 The time is at most a quarter of the timeout.
 """
-LOOK_SECONDS = 0.5
-"""The longest interval at which a rank checks whether another rank has asked a question in the rendezvous store."""
-
-_TIMED_OUT, _CUT_OFF, _FAILED, _LEFT, _GAVE_UP = "timed out", "cut off", "failed", "left", "gave up"
-_LOST_LOCK = "lost the lock"
-"""The kinds of notes that a rank leaves in the rendezvous store when it ends; see `_Notes`."""
 _BROKEN_CONNECTION_TEXTS = ("connection closed", "connection reset", "connection refused", "broken pipe")
 """Parts of torch's error messages that mean that the connection to a rank is broken."""
-
 
 _SLOTS = 64
 """How many numbers each reduction sends at least. gloo ends the process if ranks send different numbers of bytes."""
@@ -150,8 +152,8 @@ class ProcessGroups:
         self._is_ours = False  # whether this object, and not the program, made the default process group
         self._is_fake = False  # whether the groups are of torch's backend for tests, which exchanges nothing
         self._answer_seconds = min(ANSWER_SECONDS, timeout / 4)
-        self._presence: _Presence | None = None
-        self._notes = _Notes("", self.rank, self._answer_seconds)
+        self._presence: RankPresence | None = None
+        self._notes = RankNotes("", self.rank, self._answer_seconds)
         self._machines: list[str] = []
         if self.size == 1:
             return
@@ -175,8 +177,8 @@ class ProcessGroups:
         each = [mine] * self.size if self._is_fake else self.gather(mine)
         self._machines = [machine for _, machine in each]
         run_id = each[0][0]  # the random id that rank 0 has generated
-        self._notes = _Notes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
-        self._presence = _Presence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
+        self._notes = RankNotes(f"callsheet/{run_id}", self.rank, self._answer_seconds)
+        self._presence = RankPresence(self._notes, min(LOOK_SECONDS, self._answer_seconds / 4))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sums over the ranks, element by element. The sums are the same on all ranks, bit by bit."""
@@ -226,7 +228,7 @@ class ProcessGroups:
         After a `RunLockLostError`, they raise this error too, because no rank may write to the run's folder any more.
         """
         if self.size > 1 and not isinstance(error, DistributedError):
-            kind = _GAVE_UP if isinstance(error, HostError) else _LOST_LOCK if isinstance(error, RunLockLostError) else _FAILED
+            kind = GAVE_UP if isinstance(error, HostError) else LOST_LOCK if isinstance(error, RunLockLostError) else FAILED
             cause = error.__cause__ if isinstance(error, HostError) and error.__cause__ else error
             self._notes.leave(kind, f"at step {step}: {error_line(cause)}")
 
@@ -240,9 +242,9 @@ class ProcessGroups:
         traceback.clear_frames(error.__traceback__)  # variables in the frames would keep the failed group's connections open
         first = (str(error).splitlines() or [""])[0]
         missing = self._missing(self.at_step(), error)
-        if self._notes.has_read_of(_GAVE_UP):
+        if self._notes.has_read_of(GAVE_UP):
             return HostGaveUp(missing)
-        if self._notes.has_read_of(_LOST_LOCK):
+        if self._notes.has_read_of(LOST_LOCK):
             return LockLostElsewhere(missing)
         return DistributedError(f"{missing}. On rank {self.rank}: {what}{first}")
 
@@ -256,7 +258,7 @@ class ProcessGroups:
         if self._presence is None:
             return "a rank was lost before or after the run, when it cannot be found out which one"
         is_broken = any(sign in str(error).lower() for sign in _BROKEN_CONNECTION_TEXTS)
-        self._notes.leave(_CUT_OFF if is_broken else _TIMED_OUT, str(step))
+        self._notes.leave(CUT_OFF if is_broken else TIMED_OUT, str(step))
         try:
             return self._notes.ask(lambda: self._ranks_at_fault(step, is_broken))
         except TimeoutError:
@@ -276,27 +278,27 @@ class ProcessGroups:
         notes.question()
         deadline = time.monotonic() + 0.8 * self._answer_seconds
         while True:
-            note_of = {rank: notes.read(rank) for rank in ranks} | {self.rank: (_CUT_OFF if is_broken else _TIMED_OUT, str(step))}
+            note_of = {rank: notes.read(rank) for rank in ranks} | {self.rank: (CUT_OFF if is_broken else TIMED_OUT, str(step))}
             # A rank without a message in the store is late if it answers the question, and silent (dead or hanging) if it does not.
             silent = [rank for rank in ranks if note_of[rank] is None and not notes.has_answered(rank)]
             late = [rank for rank in ranks if note_of[rank] is None and rank not in silent]
             notes_found = {rank: note for rank, note in note_of.items() if note is not None}
-            waiting = {rank: at for rank, (kind, at) in notes_found.items() if kind in (_TIMED_OUT, _CUT_OFF)}
-            left = [rank for rank, (kind, _) in notes_found.items() if kind == _LEFT]
+            waiting = {rank: at for rank, (kind, at) in notes_found.items() if kind in (TIMED_OUT, CUT_OFF)}
+            left = [rank for rank, (kind, _) in notes_found.items() if kind == LEFT]
             found = [
                 f"{self._describe_ranks([rank])} failed {why}"
                 for rank, (kind, why) in notes_found.items()
-                if kind in (_FAILED, _LOST_LOCK)
+                if kind in (FAILED, LOST_LOCK)
             ]
             found += [
-                f"{self._describe_ranks([rank])} gave up {why}" for rank, (kind, why) in notes_found.items() if kind == _GAVE_UP
+                f"{self._describe_ranks([rank])} gave up {why}" for rank, (kind, why) in notes_found.items() if kind == GAVE_UP
             ]
             if time.monotonic() > deadline or (not silent and (found or left or not late)):
                 break
             time.sleep(0.05)
         if silent:
             # Mention the waiting time only if a rank timed out, because a broken connection fails at once.
-            is_timeout = any(kind == _TIMED_OUT for kind, _ in notes_found.values())
+            is_timeout = any(kind == TIMED_OUT for kind, _ in notes_found.values())
             waited = f" within {self.timeout:g} s" if is_timeout else ""
             found.append(f"{self._describe_ranks(silent)} did not answer{waited} at step {step}: dead or suspended")
         if left and not found:
@@ -330,7 +332,7 @@ class ProcessGroups:
             self._presence = None
         if self.size == 1 or initialized_distributed() is None:
             return
-        self._notes.leave(_LEFT, "")
+        self._notes.leave(LEFT, "")
         if self._is_ours:
             self._is_ours = False
             distributed.destroy_process_group()
@@ -361,10 +363,11 @@ class ProcessGroups:
     def _reduce(self, sent: list[float], operation: Any, what: str) -> Pending:
         payload = torch.zeros(max(len(sent), _SLOTS), dtype=torch.float64)
         payload[: len(sent)] = torch.tensor(sent, dtype=torch.float64)
-        n = self.size if operation == distributed.ReduceOp.SUM else 1
+        factor = self.size if operation == distributed.ReduceOp.SUM else 1
 
         def check(tag: list[float]) -> None:
-            if tag != [n * each for each in sent[:3]]:
+            # With the tag's negative and square, neither the sum nor the maximum of different tags equals that of equal tags.
+            if tag != [factor * each for each in sent[:3]]:
                 raise DistributedError(
                     f"the ranks call different collectives at the same time: rank {self.rank} a {what} at step {self.at_step()}; does an "
                     "evaluation, a callback or a request with replicated=True run on some ranks only?"
@@ -379,113 +382,6 @@ class ProcessGroups:
 def _tag_of(what: str, caller: str, is_max: bool, length: int) -> float:
     """Return a number for a reduction that is the same on all ranks, and with high probability another one for another reduction."""
     return float(zlib.crc32(f"{what} {caller} {is_max} {length}".encode()) % _LARGEST_TAG + 1)
-
-
-class _Notes:
-    """The messages that the ranks of one run leave for each other in the rendezvous store.
-
-    The messages say why a rank has ended, and which ranks still run.
-
-    Args:
-        prefix: the prefix of this run's keys in the store; the same on all its ranks, and different for every run and attempt.
-    """
-
-    def __init__(self, prefix: str, rank: int, seconds: float) -> None:
-        self._prefix, self._rank, self._seconds = prefix, rank, seconds
-        self.is_silent = not prefix
-        """Whether the store has failed to answer an earlier call, so that no further call is made."""
-        self._has_left = False
-        self._kinds: set[str] = set()
-
-    def ask(self, act: Callable[[], str]) -> str:
-        """Return the result of `act()`, which uses the rendezvous store. Raise TimeoutError if the store does not answer.
-
-        Raises:
-            TimeoutError: the store does not answer, or failed to answer an earlier call.
-            RuntimeError: the store has ended.
-        """
-        if self.is_silent:
-            raise TimeoutError
-        try:
-            return within(self._seconds, act)
-        except TimeoutError:
-            self.is_silent = True
-            raise
-
-    def leave(self, kind: str, word: str) -> None:
-        """Write to the rendezvous store why this rank ends.
-
-        Only the first call has an effect, because its reason is closest to the cause.
-
-        Errors of the store are ignored: this rank is ending in any case, and must report its own error.
-        """
-        if not self._has_left:
-            self._has_left = True
-            with contextlib.suppress(RuntimeError, ValueError, TimeoutError):
-                self.ask(lambda: self._set(f"gone/{self._rank}", json.dumps([kind, word])))
-
-    def read(self, rank: int) -> tuple[str, str] | None:
-        """Return the kind and the text of the message that `rank` wrote with `leave`; None if there is no message."""
-        word = self._get(f"gone/{rank}")
-        if word is None:
-            return None
-        kind, text = json.loads(word)
-        self._kinds.add(kind)
-        return kind, text
-
-    def has_read_of(self, kind: str) -> bool:
-        """Return whether `read` has found, on any rank, a message of this kind, such as `_FAILED`."""
-        return kind in self._kinds
-
-    def question(self) -> None:
-        """Ask all ranks, through the rendezvous store, whether they still run."""
-        self._set("who", "")
-
-    def is_asked(self) -> bool:
-        """Return whether any rank has called `question` to find out which ranks still run."""
-        return self._get("who") is not None
-
-    def answer(self) -> None:
-        """Write to the rendezvous store that this rank still runs, in answer to `question`."""
-        self._set(f"here/{self._rank}", "")
-
-    def has_answered(self, rank: int) -> bool:
-        """Return whether `rank` has answered that it still runs."""
-        return self._get(f"here/{rank}") is not None
-
-    def _get(self, key: str) -> str | None:
-        store = distributed.distributed_c10d._get_default_store()
-        return store.get(f"{self._prefix}/{key}").decode() if store.check([f"{self._prefix}/{key}"]) else None
-
-    def _set(self, key: str, word: str) -> str:
-        distributed.distributed_c10d._get_default_store().set(f"{self._prefix}/{key}", word)
-        return word
-
-
-class _Presence:
-    """A thread that answers for this rank when another rank asks which ranks still run.
-
-    A rank asks after its collective has failed. A thread answers, because this rank's main thread may be blocked in a collective.
-    """
-
-    def __init__(self, notes: _Notes, pause: float) -> None:
-        self._is_over = threading.Event()
-        self._notes = notes
-        self._thread = threading.Thread(target=self._run, args=(notes, pause), name="callsheet-presence", daemon=True)
-        self._thread.start()
-
-    def _run(self, notes: _Notes, pause: float) -> None:
-        # RuntimeError or ValueError: the store or the process group has ended, so no rank can ask whether this rank still runs.
-        with contextlib.suppress(RuntimeError, ValueError):
-            while not self._is_over.wait(pause):
-                if notes.is_asked():
-                    notes.answer()
-                    return
-
-    def end(self) -> None:
-        self._is_over.set()
-        if not self._notes.is_silent:  # wait for the thread only if the store answers: otherwise the thread may hang in a call
-            self._thread.join(LOOK_SECONDS)
 
 
 @contextlib.contextmanager

@@ -25,11 +25,8 @@ logger = logging.getLogger("callsheet")
 _MAX_DEPTH = 6
 _MAX_VALUES = 200  # the maximum number of values that are recorded from one mapping or list
 _MAX_TEXT_CHARACTERS = 2000  # the maximum number of characters that are recorded from one text
-_CHANGING_ATTRIBUTES = (
-    "last_epoch",
-    "verbose",
-    "base_lrs",
-)  # attributes of torch's schedulers that change during training, so they are not settings
+# Public attributes of torch's schedulers that are not among the arguments with which the scheduler was made.
+_SCHEDULER_STATE = ("last_epoch", "verbose", "base_lrs")
 
 
 def settings_of(
@@ -139,9 +136,7 @@ def _scheduler(scheduler: Any) -> dict[str, Any]:
     if scheduler is None:
         return {}
     scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate wraps the scheduler, so unwrap it
-    values = {
-        name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _CHANGING_ATTRIBUTES
-    }
+    values = {name: value for name, value in vars(scheduler).items() if not name.startswith("_") and name not in _SCHEDULER_STATE}
     values = {name: value for name, value in values.items() if not hasattr(value, "param_groups")}
     return {"class_path": _path(type(scheduler)), "init_args": plain(values)}
 
