@@ -85,7 +85,7 @@ class DrivenSpan:
         self.is_repeated = name in _REPEATED_SPANS
         self.parent: DrivenSpan | None = None
         self.sequence: list[DrivenSpan] = []
-        # Before this span ends, the events of the first `needed` spans of `sequence` must have been fired.
+        # How many spans at the beginning of `sequence` must have started and ended, with their events, before this span ends.
         self.needed = 0
         self.index = -1  # the position of this span in its parent's `sequence`; -1 if the sequence does not contain it
         self.is_open = self.has_no_listeners = False

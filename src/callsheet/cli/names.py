@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def with_calls(content: Any) -> Any:
-    """Return a recipe file's content, in which each callback that has the key `name` is replaced by a call of `named`."""
+    """Return a recipe file's content, in which each callback that has the key `name` is replaced by a call of the function `named`."""
     if isinstance(content, list):
         return [with_calls(each) for each in content]
     if not isinstance(content, dict):

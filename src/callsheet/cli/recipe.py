@@ -208,7 +208,7 @@ def values_of(
     sources = tuple(sources_of(path, from_environment, overrides))
     try:
         given = parser.parse_args([*(f"--{key}={value}" for key, value in from_environment.items()), *overrides], env=False)
-    except Exception as error:  # an `ArgumentError`, or any error of a module that a value names
+    except Exception as error:  # an `ArgumentError`, or any error raised by importing a class that a value names
         message = first_error(parser, sources)
         if not message and not isinstance(error, argparse.ArgumentError):
             raise
